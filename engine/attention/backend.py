@@ -1,0 +1,71 @@
+"""The attention contract: a backend prepares a step once, then serves every layer of it.
+
+A backend knows layouts and kernels; it does not know models, requests or draft methods.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from engine.attention.metadata import AttentionInputs, LayerKVCache
+from engine.kv_spec import KVGroupSpec
+
+
+class AttentionBackend(ABC):
+    """One per device and process; stateless between steps."""
+
+    @abstractmethod
+    def prepare(self, inputs: AttentionInputs, groups: Sequence[KVGroupSpec]) -> list[Any]:
+        """Metadata of the step, one entry per KV group. No host sync."""
+
+    @abstractmethod
+    def write_kv(
+        self, key: torch.Tensor, value: torch.Tensor, cache: LayerKVCache, slot_mapping: torch.Tensor
+    ) -> None:
+        """Store key and value [num_tokens, num_kv_heads, head_size] at their slots; PAD_SLOT_ID stores nothing."""
+
+    @abstractmethod
+    def attend(
+        self, query: torch.Tensor, cache: LayerKVCache, metadata: Any, scale: float
+    ) -> torch.Tensor:
+        """Causal attention over the cache (the step's own keys were written before).
+
+        query: [num_tokens, num_heads, head_size]; returns the same shape and dtype. Grouped queries: head h reads
+        KV head h // (num_heads // num_kv_heads). The window is the group's.
+        """
+
+
+class AttentionContext:
+    """What a model's forward pass gets: the caches of its layers and the step's metadata, by KV group."""
+
+    def __init__(
+        self,
+        backend: AttentionBackend,
+        inputs: AttentionInputs,
+        groups: Sequence[KVGroupSpec],
+        caches: Mapping[int, LayerKVCache],
+    ) -> None:
+        self.backend = backend
+        self.inputs = inputs
+        self.caches = caches
+        self.metadata = backend.prepare(inputs, groups)
+        self._group_of_layer = {layer: index for index, group in enumerate(groups) for layer in group.layer_indices}
+
+    def attend(
+        self,
+        layer_index: int,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        scale: float,
+    ) -> torch.Tensor:
+        """Write this layer's key and value (unless None: a layer that reads another's cache), then attend."""
+        group = self._group_of_layer[layer_index]
+        cache = self.caches[layer_index]
+        if key is not None and value is not None:
+            self.backend.write_kv(key, value, cache, self.inputs.slot_mappings[group])
+        return self.backend.attend(query, cache, self.metadata[group], scale)

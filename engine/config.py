@@ -1,0 +1,98 @@
+"""Engine configuration: frozen, validated on construction, never mutated. Flags and files are read in server/."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from engine.errors import ConfigError
+
+DTypeName = Literal["auto", "float32", "float16", "bfloat16", "float64"]
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelConfig(_Frozen):
+    """Where the checkpoint is and how to read it."""
+
+    model: str  # local directory, .gguf file, or hub id
+    served_name: str = ""  # empty: the last path component of `model`
+    revision: str | None = None  # hub only
+    tokenizer: str | None = None  # directory or hub id; None: where the model is
+    load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
+    dtype: DTypeName = "auto"
+    seed: int = 0  # dummy weights
+    trust_remote_code: Literal[False] = False  # there is no remote code: registered models only
+
+    @property
+    def name(self) -> str:
+        return self.served_name or self.model.rstrip("/").rsplit("/", 1)[-1].removesuffix(".gguf")
+
+
+class CacheConfig(_Frozen):
+    """The paged KV cache."""
+
+    block_size: int = Field(default=16, ge=1, le=256)  # tokens
+    kv_cache_bytes: int | None = Field(default=None, ge=1)  # None: a share of what is free
+    memory_fraction: float = Field(default=0.85, gt=0, le=1)  # of device memory; on CPU a quarter of free RAM
+    num_blocks: int | None = Field(default=None, ge=1)  # overrides the budget (tests)
+    enable_prefix_cache: bool = True
+
+
+class SchedulerConfig(_Frozen):
+    """Limits of one step and of the queue."""
+
+    max_num_seqs: int = Field(default=64, ge=1)  # request rows
+    max_num_batched_tokens: int = Field(default=2048, ge=1)  # per step; a decode counts 1 + k
+    max_prefill_chunk: int | None = Field(default=None, ge=1)  # tokens of one request a step; None: the budget
+    max_prefill_stall: float | None = Field(default=0.05, gt=0)
+    """Seconds that prefill chunks may add to a step in which other requests decode, by measured speed. None: off."""
+    max_waiting: int = Field(default=1024, ge=1)  # requests; beyond: RESOURCE_EXHAUSTED
+    check_invariants: bool = False  # integrity checks after every step (tests, debugging)
+
+
+class SpeculatorConfig(_Frozen):
+    """One draft method to load. `k` is num_speculative_tokens: the default and the most a request may ask."""
+
+    method: str
+    model: str | None = None
+    k: int = Field(default=3, ge=1, le=16)
+    options: dict[str, str] = {}
+
+
+class EngineConfig(_Frozen):
+    """Everything the engine process needs; travels as JSON."""
+
+    model: ModelConfig
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    speculators: tuple[SpeculatorConfig, ...] = ()
+    device: str = "auto"  # "auto", "cpu", "cuda", "cuda:N"
+    max_model_len: int | None = Field(default=None, ge=1)  # caps the checkpoint's own limit
+    max_steps_in_flight: Literal[1, 2] = 2
+    attention_backend: str = "auto"
+    num_threads: int | None = Field(default=None, ge=1)  # CPU only; None: torch's choice
+
+    @property
+    def max_speculative_tokens(self) -> int:
+        return max((speculator.k for speculator in self.speculators), default=0)
+
+
+def engine_config(**values: object) -> EngineConfig:
+    """Build an EngineConfig; raise ConfigError naming the field, what was got and what is expected."""
+    try:
+        return EngineConfig.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(describe_validation_error(error)) from None
+
+
+def describe_validation_error(error: ValidationError) -> str:
+    """One line per wrong field: path, what is expected, what was got."""
+    lines = []
+    for item in error.errors():
+        path = ".".join(str(part) for part in item["loc"]) or "configuration"
+        lines.append(f"{path}: {item['msg']}, got {item['input']!r}")
+    return "; ".join(lines)

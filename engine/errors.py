@@ -1,0 +1,70 @@
+"""Every error that a user, a checkpoint or the environment can cause.
+
+This file knows nothing of gRPC: `server/errors.py` holds the one table that maps these classes to status codes.
+Messages say what was wrong, what was got and what was expected, and are safe to show to a client.
+"""
+
+from __future__ import annotations
+
+
+class EngineError(Exception):
+    """Base class. `reason` is a stable machine-readable name (google.rpc.ErrorInfo.reason)."""
+
+    reason = "ENGINE_ERROR"
+
+
+class InvalidRequestError(EngineError):
+    """A field of a request is out of bounds or not supported. Nothing was started."""
+
+    reason = "INVALID_REQUEST"
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+        self.description = message
+
+
+class UnknownModelError(EngineError):
+    """The request names a model that this server does not serve."""
+
+    reason = "UNKNOWN_MODEL"
+
+
+class QueueFullError(EngineError):
+    """The bounded waiting queue is full; try again after `retry_after` seconds."""
+
+    reason = "QUEUE_FULL"
+
+    def __init__(self, message: str, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class EngineUnavailableError(EngineError):
+    """The engine is loading, draining or dead."""
+
+    reason = "ENGINE_UNAVAILABLE"
+
+
+class RequestFailedError(EngineError):
+    """The engine could not go on with this request (for example NaN logits). Others are not touched."""
+
+    reason = "REQUEST_FAILED"
+
+
+class SlowReaderError(EngineError):
+    """The client did not read its stream for longer than the configured time; the request was ended."""
+
+    reason = "SLOW_READER"
+
+
+class ConfigError(EngineError):
+    """A flag, an environment variable, a file or a combination of them is wrong. Raised at start."""
+
+    reason = "CONFIG"
+
+
+class CheckpointError(EngineError):
+    """A checkpoint is missing, corrupt, or does not hold what its config promises. Raised at start."""
+
+    reason = "CHECKPOINT"

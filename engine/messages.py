@@ -1,0 +1,147 @@
+"""What frontend and engine say to each other: msgspec data, encoded as msgpack on the socket.
+
+One `StepMessage` a step carries the outputs of all its requests. Token ids in a `RequestOutput` are already cut
+(engine/finish.py): the frontend renders them, it never cuts.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from engine.params import SamplingParams, SpeculationParams
+from engine.stats import EngineStats, SpecObservation, StepStats
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+# ---- frontend -> engine -------------------------------------------------------------------------------------------
+
+
+class AddRequest(msgspec.Struct, tag=True, kw_only=True, frozen=True):
+    """Start a request. `request_id` is unique among live requests of the engine."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    speculation: SpeculationParams = SpeculationParams()
+    priority: int = 0  # lower = sooner
+    cache_salt: str = ""  # requests share prefix blocks only within one salt
+    arrival_time: float = 0.0  # time.monotonic() of the frontend; one machine, one clock
+
+
+class AbortRequests(msgspec.Struct, tag=True, frozen=True):
+    """End these requests. Unknown and finished ids are ignored: aborting is idempotent."""
+
+    request_ids: list[str]
+
+
+class Shutdown(msgspec.Struct, tag=True, frozen=True):
+    """Stop the loop; whatever still runs ends as cancelled."""
+
+
+ToEngine = AddRequest | AbortRequests | Shutdown
+
+
+# ---- engine -> frontend -------------------------------------------------------------------------------------------
+
+
+class ModelInfo(msgspec.Struct, tag=True, kw_only=True, frozen=True):
+    """Sent once, when the engine is ready to serve."""
+
+    model_name: str  # served name
+    architecture: str
+    dtype: str
+    device: str
+    vocab_size: int
+    max_model_len: int  # tokens, prompt and output together
+    eos_token_ids: tuple[int, ...]
+    num_parameters: int
+    weight_bytes: int
+    kv_bytes_per_token: int
+    kv_cache_bytes: int
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_steps_in_flight: int
+    speculators: tuple[str, ...] = ()  # methods that are loaded, registry names
+    default_speculator: str = "none"
+    startup_seconds: dict[str, float] = {}  # phase -> seconds
+
+
+class LoadProgress(msgspec.Struct, tag=True, kw_only=True, frozen=True):
+    """While the engine starts. `fraction` of the phase, 0..1."""
+
+    phase: str
+    fraction: float
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    """Natural-log probability under the raw target distribution; rank 1 = most likely."""
+
+    token_id: int
+    logprob: float
+    rank: int
+
+
+class PositionLogprobs(msgspec.Struct, frozen=True):
+    """One position: the token that is there, and the N most likely ones (by rank)."""
+
+    token: TokenLogprob
+    top: list[TokenLogprob]
+
+
+class FinishInfo(msgspec.Struct, kw_only=True, frozen=True):
+    """Why a request ended. At most one cause is set, and only with reason `stop`."""
+
+    reason: FinishReason
+    eos_token_id: int | None = None
+    stop_token_id: int | None = None
+    stop_string: str | None = None
+    message: str = ""  # for `error`: safe to show
+    num_chars_to_drop: int = 0  # characters to remove from the end of the rendered text
+    drop_last_token_text: bool = False  # the last id is an end or stop token whose text is not shown
+
+
+class RequestTimes(msgspec.Struct, kw_only=True, frozen=True):
+    """time.monotonic() stamps of one machine, seconds; 0 where it has not happened."""
+
+    arrival: float = 0.0
+    first_scheduled: float = 0.0
+    first_token: float = 0.0
+    last_token: float = 0.0
+
+
+class RequestOutput(msgspec.Struct, kw_only=True):
+    """What one or more steps brought for one request: deltas, except where said."""
+
+    request_id: str
+    token_ids: list[int] = []
+    logprobs: list[PositionLogprobs] | None = None  # one per token id, if asked
+    num_prompt_tokens: int = 0  # total
+    num_cached_tokens: int = 0  # total: prompt tokens found in the prefix cache when first scheduled
+    prompt_logprobs: list[PositionLogprobs | None] | None = None  # whole prompt, once; entry 0 is None
+    finish: FinishInfo | None = None
+    spec: list[SpecObservation] = []
+    num_preemptions: int = 0  # total
+    times: RequestTimes = RequestTimes()
+
+
+class StepMessage(msgspec.Struct, tag=True, kw_only=True):
+    """All that one step (or an abort between steps) brought."""
+
+    outputs: list[RequestOutput]
+    stats: EngineStats
+    step: StepStats | None = None
+
+
+class EngineFailed(msgspec.Struct, tag=True, frozen=True):
+    """The engine cannot start or go on. `message` goes to the log; clients get UNAVAILABLE."""
+
+    error: str  # class name of the EngineError, or "internal"
+    message: str
+
+
+FromEngine = ModelInfo | LoadProgress | StepMessage | EngineFailed

@@ -1,0 +1,46 @@
+"""What every target model offers the worker. A model knows its layers and tensor names, nothing of requests."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from engine.attention.backend import AttentionContext
+from engine.kv_spec import KVGroupSpec
+
+
+class CausalLM(nn.Module, ABC):
+    """A decoder. Built on the meta device or the target device from the checkpoint's raw config (a dict)."""
+
+    vocab_size: int
+    hidden_size: int
+    max_position_embeddings: int
+    num_layers: int
+
+    architectures: ClassVar[tuple[str, ...]] = ()
+
+    @abstractmethod
+    def __init__(self, config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> None: ...
+
+    @abstractmethod
+    def kv_groups(self) -> list[KVGroupSpec]:
+        """KV groups by index; every layer with a cache of its own is in exactly one."""
+
+    @abstractmethod
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionContext
+    ) -> torch.Tensor:
+        """input_ids, positions: [num_tokens] int64. Returns [num_tokens, hidden_size], after the final norm."""
+
+    @abstractmethod
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[n, hidden_size] -> [n, vocab_size], float32 (float64 for a float64 model)."""
+
+    @abstractmethod
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Take every tensor of the checkpoint by its checkpoint name. Raises CheckpointError naming unknown,
+        missing or misshapen tensors (all of one kind at once)."""

@@ -1,0 +1,55 @@
+"""Counts and times that travel from the engine to the frontend's metrics; plain data, no torch."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class SpecObservation(msgspec.Struct, frozen=True, kw_only=True):
+    """One verification of one request that had drafts, after the cut.
+
+    Example, k = 5 and the run [d1, d2, EOS(d3), d4, d5, bonus]: num_emitted 3, num_accepted 3,
+    num_discarded_after_stop 2, num_verifier_accepted 5.
+    """
+
+    method: str
+    num_drafted: int  # valid drafts offered to the verifier, 1..k
+    num_verifier_accepted: int  # what the verifier accepted, before the cut
+    num_accepted: int  # accepted drafts among the emitted tokens
+    num_emitted: int  # tokens emitted by this verification = its acceptance length
+
+    @property
+    def num_discarded_after_stop(self) -> int:
+        return self.num_verifier_accepted - self.num_accepted
+
+
+class StepStats(msgspec.Struct, kw_only=True):
+    """One step of the engine. Times in seconds, by phase (schedule, prepare, target, verify, draft, output)."""
+
+    step: int = 0
+    num_scheduled_tokens: int = 0
+    num_decode_requests: int = 0
+    phase_seconds: dict[str, float] = {}
+    num_preempted: int = 0
+    not_drafted: dict[str, int] = {}  # reason -> requests of this step that got no draft
+
+
+class EngineStats(msgspec.Struct, kw_only=True):
+    """Load of the engine at one moment."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_waiting_tokens: int = 0  # prompt tokens not yet computed
+    num_blocks: int = 0
+    num_free_blocks: int = 0  # free and holding nothing of use
+    num_cached_blocks: int = 0  # free, but still findable by hash
+    num_preemptions_total: int = 0
+
+    @property
+    def num_used_blocks(self) -> int:
+        return self.num_blocks - self.num_free_blocks - self.num_cached_blocks
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """Share of blocks referenced by live requests, 0..1."""
+        return self.num_used_blocks / self.num_blocks if self.num_blocks else 0.0

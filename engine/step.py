@@ -1,0 +1,95 @@
+"""The executor's vocabulary: what one step is to do and what it brought. Plain msgspec data, so that a
+multi-process executor can broadcast it. Token counts here are per request and step.
+
+A row (request row) is a fixed slot of device state that a running request owns. `StepPlan.scheduled` is ordered:
+requests that verify (decode) first, prefill chunks after them.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from engine.messages import PositionLogprobs
+from engine.params import SamplingParams
+
+
+class NewRow(msgspec.Struct, kw_only=True, frozen=True):
+    """Fill a row before the step: a request is admitted, or resumed after preemption."""
+
+    row: int
+    request_id: str
+    token_ids: list[int]  # prompt, then output so far (resumed)
+    num_prompt_tokens: int
+    num_computed_tokens: int  # prefix hit
+    token_limit: int  # positions >= this write no KV: min(prompt + max_tokens, max_model_len)
+    params: SamplingParams
+    stop_ids: tuple[int, ...]  # ids masked while fewer than min_tokens were emitted
+
+
+class BlockTableUpdate(msgspec.Struct, frozen=True):
+    """Write `block_ids` into the row's table of one KV group, from block index `start` on."""
+
+    group: int
+    row: int
+    start: int
+    block_ids: list[int]
+
+
+class ScheduledRequest(msgspec.Struct, kw_only=True, frozen=True):
+    """One request of the step.
+
+    Prefill chunk: `start` is the first position, num_drafts 0, `samples` only for the chunk that ends the prefill.
+    Decode: num_tokens = 1 + num_drafts; the device knows the positions (start -1), because tokens of the step
+    before may be in flight; `max_seq_len` bounds the length after the step from above.
+    """
+
+    row: int
+    num_tokens: int
+    num_drafts: int = 0
+    start: int = -1
+    samples: bool = True
+    max_seq_len: int  # upper bound of computed + scheduled tokens
+    method: str = "none"  # who makes the drafts for the *next* step
+    num_next_drafts: int = 0  # k asked of that method
+
+    @property
+    def is_prefill(self) -> bool:
+        return self.start >= 0
+
+
+class StepPlan(msgspec.Struct, kw_only=True):
+    """One step. `step` numbers are consecutive; block frees are fenced by them."""
+
+    step: int
+    scheduled: list[ScheduledRequest]
+    new_rows: list[NewRow] = []
+    block_table_updates: list[BlockTableUpdate] = []
+    needs_host_inputs: bool = False  # part B waits for `provide`
+
+    @property
+    def num_scheduled_tokens(self) -> int:
+        return sum(entry.num_tokens for entry in self.scheduled)
+
+
+class HostInputs(msgspec.Struct, kw_only=True):
+    """Late host data of a launched step."""
+
+    draft_token_ids: dict[int, list[int]] = {}  # row -> drafts made on the host for the next step
+
+
+class RowResult(msgspec.Struct, kw_only=True):
+    """What the step brought for one entry of `StepPlan.scheduled` (same order)."""
+
+    token_ids: list[int] = []  # the verifier's run: accepted drafts and the token after them; empty: not sampled
+    num_drafted: int = 0  # valid drafts that were verified
+    draft_method: str = "none"  # who had made them
+    logprobs: list[PositionLogprobs] | None = None  # one per token id
+    prompt_logprobs: list[PositionLogprobs] | None = None  # of the chunk's positions start + 1 ...
+    nan_target: bool = False  # NaN, or nothing left to sample: the request fails
+    nan_draft: bool = False  # the drafter's output was unusable: drafts are lost
+
+
+class StepOutput(msgspec.Struct, kw_only=True):
+    step: int
+    rows: list[RowResult]
+    phase_seconds: dict[str, float] = {}
