@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from engine.errors import ConfigError
 
@@ -72,9 +72,32 @@ class EngineConfig(_Frozen):
     speculators: tuple[SpeculatorConfig, ...] = ()
     device: str = "auto"  # "auto", "cpu", "cuda", "cuda:N"
     max_model_len: int | None = Field(default=None, ge=1)  # caps the checkpoint's own limit
-    max_steps_in_flight: Literal[1, 2] = 2
+    max_steps_in_flight: Literal[1, 2] | None = None  # None: 2 where launches are asynchronous, else 1
     attention_backend: str = "auto"
     num_threads: int | None = Field(default=None, ge=1)  # CPU only; None: torch's choice
+    verification: Literal["coupled", "ratio"] = "coupled"
+    """coupled: the tokens of plain decoding. ratio: their distribution only, with somewhat more drafts accepted."""
+    allow_synthetic: bool = False
+    synthetic_acceptance: tuple[float, ...] | None = None
+    """Benchmarks only: rate at which draft i is accepted, given that all before it were, whatever the target says."""
+
+    @field_validator("synthetic_acceptance")
+    @classmethod
+    def _check_synthetic(
+        cls, rates: tuple[float, ...] | None, info: ValidationInfo
+    ) -> tuple[float, ...] | None:
+        if rates is None:
+            return rates
+        if not info.data.get("allow_synthetic"):
+            raise ValueError("the text would not be the model's, expected allow_synthetic with it")
+        if info.data.get("verification") != "coupled":
+            raise ValueError("it replaces the verification, expected verification 'coupled' with it")
+        k = max((speculator.k for speculator in info.data.get("speculators", ())), default=1)
+        if len(rates) < k:
+            raise ValueError(f"expected a rate for each of {k} drafts")
+        if not all(0.0 <= rate <= 1.0 for rate in rates):
+            raise ValueError("expected rates from 0 to 1")
+        return rates
 
     @property
     def max_speculative_tokens(self) -> int:

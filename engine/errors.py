@@ -24,6 +24,15 @@ class InvalidRequestError(EngineError):
         self.description = message
 
 
+class RequestIdInUseError(InvalidRequestError):
+    """The request id is that of a live request."""
+
+    reason = "REQUEST_ID_IN_USE"
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__("request_id", f"got {request_id!r}, which a live request has; expected a unique id")
+
+
 class UnknownModelError(EngineError):
     """The request names a model that this server does not serve."""
 

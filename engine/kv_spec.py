@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+PAD_SLOT_ID = -1  # a slot that stores nothing
+
 
 class KVGroupSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Layers with one block table: the same tokens are kept for each of them.
@@ -17,3 +19,4 @@ class KVGroupSpec(msgspec.Struct, frozen=True, kw_only=True):
     head_size: int
     bytes_per_token: int
     window: int | None = None  # keys a query sees, itself included; None: all
+    is_drafter: bool = False  # a draft model's own; only requests that use it hold blocks here

@@ -1,7 +1,7 @@
 """What frontend and engine say to each other: msgspec data, encoded as msgpack on the socket.
 
-One `StepMessage` a step carries the outputs of all its requests. Token ids in a `RequestOutput` are already cut
-(engine/finish.py): the frontend renders them, it never cuts.
+One `StepMessage` a step carries the outputs of all its requests. Token ids in a `RequestOutput` are already
+cut (engine/finish.py): the frontend renders them, it never cuts.
 """
 
 from __future__ import annotations
@@ -10,13 +10,27 @@ from typing import Literal
 
 import msgspec
 
+from engine.errors import (
+    CheckpointError,
+    ConfigError,
+    EngineError,
+    EngineUnavailableError,
+    InvalidRequestError,
+    QueueFullError,
+    RequestFailedError,
+    RequestIdInUseError,
+)
 from engine.params import SamplingParams, SpeculationParams
 from engine.stats import EngineStats, SpecObservation, StepStats
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
-# ---- frontend -> engine -------------------------------------------------------------------------------------------
+# ---- frontend -> engine ------------------------------------------------------------------------------------
+
+
+class Hello(msgspec.Struct, tag=True, frozen=True):
+    """The first message of a frontend. Answered by LoadProgress while the engine loads, then by ModelInfo."""
 
 
 class AddRequest(msgspec.Struct, tag=True, kw_only=True, frozen=True):
@@ -41,10 +55,10 @@ class Shutdown(msgspec.Struct, tag=True, frozen=True):
     """Stop the loop; whatever still runs ends as cancelled."""
 
 
-ToEngine = AddRequest | AbortRequests | Shutdown
+ToEngine = Hello | AddRequest | AbortRequests | Shutdown
 
 
-# ---- engine -> frontend -------------------------------------------------------------------------------------------
+# ---- engine -> frontend ------------------------------------------------------------------------------------
 
 
 class ModelInfo(msgspec.Struct, tag=True, kw_only=True, frozen=True):
@@ -68,6 +82,9 @@ class ModelInfo(msgspec.Struct, tag=True, kw_only=True, frozen=True):
     max_steps_in_flight: int
     speculators: tuple[str, ...] = ()  # methods that are loaded, registry names
     default_speculator: str = "none"
+    synthetic_acceptance: tuple[
+        float, ...
+    ] = ()  # not empty: drafts are accepted at these rates; benchmarks only
     startup_seconds: dict[str, float] = {}  # phase -> seconds
 
 
@@ -137,11 +154,48 @@ class StepMessage(msgspec.Struct, tag=True, kw_only=True):
     step: StepStats | None = None
 
 
+class RequestRefused(msgspec.Struct, tag=True, kw_only=True, frozen=True):
+    """The engine did not take this request; nothing was started, and there is no output."""
+
+    request_id: str
+    error: str  # class name of the EngineError
+    message: str
+    field: str = ""  # InvalidRequestError
+    retry_after: float = 0.0  # QueueFullError; seconds
+
+    @classmethod
+    def from_error(cls, request_id: str, error: EngineError) -> RequestRefused:
+        return cls(
+            request_id=request_id,
+            error=type(error).__name__,
+            message=error.description if isinstance(error, InvalidRequestError) else str(error),
+            field=error.field if isinstance(error, InvalidRequestError) else "",
+            retry_after=error.retry_after if isinstance(error, QueueFullError) else 0.0,
+        )
+
+    def to_error(self) -> EngineError:
+        match self.error:
+            case "QueueFullError":
+                return QueueFullError(self.message, self.retry_after)
+            case "RequestIdInUseError":
+                return RequestIdInUseError(self.request_id)
+            case "InvalidRequestError":
+                return InvalidRequestError(self.field, self.message)
+            case _:
+                return RequestFailedError(self.message)
+
+
 class EngineFailed(msgspec.Struct, tag=True, frozen=True):
     """The engine cannot start or go on. `message` goes to the log; clients get UNAVAILABLE."""
 
     error: str  # class name of the EngineError, or "internal"
     message: str
 
+    def to_error(self) -> EngineError:
+        classes: dict[str, type[EngineError]] = {
+            known.__name__: known for known in (ConfigError, CheckpointError)
+        }
+        return classes.get(self.error, EngineUnavailableError)(self.message)
 
-FromEngine = ModelInfo | LoadProgress | StepMessage | EngineFailed
+
+FromEngine = ModelInfo | LoadProgress | StepMessage | RequestRefused | EngineFailed

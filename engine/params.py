@@ -17,6 +17,7 @@ MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 256
+MAX_BAD_WORD_SEQUENCES = 2 * MAX_BAD_WORDS  # each word with and without a leading space
 MAX_BAD_WORD_TOKENS = 32
 MAX_CHOICES = 64
 
@@ -78,7 +79,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         for token_id, bias in self.logit_bias.items():
             _check_token("logit_bias", token_id, vocab_size)
             _check_range(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
-        _check_count("bad_words", len(self.bad_words), MAX_BAD_WORDS)
+        _check_count("bad_words", len(self.bad_words), MAX_BAD_WORD_SEQUENCES, what="token sequences")
         for word in self.bad_words:
             if not word:
                 raise InvalidRequestError("bad_words", "got a word without tokens, expected at least one")

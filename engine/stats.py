@@ -17,10 +17,15 @@ class SpecObservation(msgspec.Struct, frozen=True, kw_only=True):
     num_verifier_accepted: int  # what the verifier accepted, before the cut
     num_accepted: int  # accepted drafts among the emitted tokens
     num_emitted: int  # tokens emitted by this verification = its acceptance length
+    num_discarded_over_limit: int = 0  # accepted drafts for which max_tokens or the context had no room
+
+    @property
+    def num_rejected(self) -> int:
+        return self.num_drafted - self.num_verifier_accepted
 
     @property
     def num_discarded_after_stop(self) -> int:
-        return self.num_verifier_accepted - self.num_accepted
+        return self.num_verifier_accepted - self.num_accepted - self.num_discarded_over_limit
 
 
 class StepStats(msgspec.Struct, kw_only=True):
@@ -31,11 +36,12 @@ class StepStats(msgspec.Struct, kw_only=True):
     num_decode_requests: int = 0
     phase_seconds: dict[str, float] = {}
     num_preempted: int = 0
-    not_drafted: dict[str, int] = {}  # reason -> requests of this step that got no draft
+    num_not_overlapped: int = 0  # requests that had to wait for the step before: their drafts are made on the host
+    not_drafted: dict[str, int] = {}  # reason -> decoding requests of this step that had no draft to verify
 
 
 class EngineStats(msgspec.Struct, kw_only=True):
-    """Load of the engine at one moment."""
+    """Load of the engine at one moment. Blocks are those of the KV group that is fullest; every group has as many."""
 
     num_running: int = 0
     num_waiting: int = 0

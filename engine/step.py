@@ -51,6 +51,7 @@ class ScheduledRequest(msgspec.Struct, kw_only=True, frozen=True):
     max_seq_len: int  # upper bound of computed + scheduled tokens
     method: str = "none"  # who makes the drafts for the *next* step
     num_next_drafts: int = 0  # k asked of that method
+    keeps_up: str = "none"  # a method other than `method` whose state has to follow the request, without drafting
 
     @property
     def is_prefill(self) -> bool:
@@ -64,6 +65,7 @@ class StepPlan(msgspec.Struct, kw_only=True):
     scheduled: list[ScheduledRequest]
     new_rows: list[NewRow] = []
     block_table_updates: list[BlockTableUpdate] = []
+    host_drafts: dict[int, list[int]] = {}  # row -> drafts made on the host, to be verified in this step
     needs_host_inputs: bool = False  # part B waits for `provide`
 
     @property
@@ -74,7 +76,8 @@ class StepPlan(msgspec.Struct, kw_only=True):
 class HostInputs(msgspec.Struct, kw_only=True):
     """Late host data of a launched step."""
 
-    draft_token_ids: dict[int, list[int]] = {}  # row -> drafts made on the host for the next step
+    token_bitmask: bytes | None = None
+    """Tokens that may be drawn: [num_logits_rows, ceil(vocab / 32)] little-endian int32, rows in plan order."""
 
 
 class RowResult(msgspec.Struct, kw_only=True):
@@ -82,11 +85,14 @@ class RowResult(msgspec.Struct, kw_only=True):
 
     token_ids: list[int] = []  # the verifier's run: accepted drafts and the token after them; empty: not sampled
     num_drafted: int = 0  # valid drafts that were verified
+    num_accepted: int = 0  # accepted of these, also where the run had no room for them
     draft_method: str = "none"  # who had made them
     logprobs: list[PositionLogprobs] | None = None  # one per token id
     prompt_logprobs: list[PositionLogprobs] | None = None  # of the chunk's positions start + 1 ...
     nan_target: bool = False  # NaN, or nothing left to sample: the request fails
-    nan_draft: bool = False  # the drafter's output was unusable: drafts are lost
+    nan_draft: bool = False  # the drafter's output for the next step was unusable: drafts are lost
+    drafter_error: bool = False  # the draft method failed: no drafts for the next step
+    num_next_drafts: int = 0  # valid drafts that stand in the row for the next step
 
 
 class StepOutput(msgspec.Struct, kw_only=True):

@@ -6,7 +6,7 @@ A backend knows layouts and kernels; it does not know models, requests or draft 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,15 +23,12 @@ class AttentionBackend(ABC):
         """Metadata of the step, one entry per KV group. No host sync."""
 
     @abstractmethod
-    def write_kv(
-        self, key: torch.Tensor, value: torch.Tensor, cache: LayerKVCache, slot_mapping: torch.Tensor
-    ) -> None:
-        """Store key and value [num_tokens, num_kv_heads, head_size] at their slots; PAD_SLOT_ID stores nothing."""
+    def write_kv(self, key: torch.Tensor, value: torch.Tensor, cache: LayerKVCache, metadata: Any) -> None:
+        """Store key and value [num_tokens, num_kv_heads, head_size] at the slots of the step's slot mapping;
+        PAD_SLOT_ID stores nothing."""
 
     @abstractmethod
-    def attend(
-        self, query: torch.Tensor, cache: LayerKVCache, metadata: Any, scale: float
-    ) -> torch.Tensor:
+    def attend(self, query: torch.Tensor, cache: LayerKVCache, metadata: Any, scale: float) -> torch.Tensor:
         """Causal attention over the cache (the step's own keys were written before).
 
         query: [num_tokens, num_heads, head_size]; returns the same shape and dtype. Grouped queries: head h reads
@@ -48,12 +45,22 @@ class AttentionContext:
         inputs: AttentionInputs,
         groups: Sequence[KVGroupSpec],
         caches: Mapping[int, LayerKVCache],
+        aux_layers: Collection[int] = (),
     ) -> None:
         self.backend = backend
         self.inputs = inputs
         self.caches = caches
         self.metadata = backend.prepare(inputs, groups)
-        self._group_of_layer = {layer: index for index, group in enumerate(groups) for layer in group.layer_indices}
+        self.aux_hidden_states: dict[int, torch.Tensor] = {}  # layer -> its input, for the layers asked for
+        self._aux_layers = frozenset(aux_layers)
+        self._group_of_layer = {
+            layer: index for index, group in enumerate(groups) for layer in group.layer_indices
+        }
+
+    def observe(self, layer_index: int, hidden_states: torch.Tensor) -> None:
+        """The input of a layer, [num_tokens, hidden_size], before any norm; kept if a drafter wants it."""
+        if layer_index in self._aux_layers:
+            self.aux_hidden_states[layer_index] = hidden_states
 
     def attend(
         self,
@@ -67,5 +74,5 @@ class AttentionContext:
         group = self._group_of_layer[layer_index]
         cache = self.caches[layer_index]
         if key is not None and value is not None:
-            self.backend.write_kv(key, value, cache, self.inputs.slot_mappings[group])
+            self.backend.write_kv(key, value, cache, self.metadata[group])
         return self.backend.attend(query, cache, self.metadata[group], scale)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,23 @@ class AttentionInputs:
     @property
     def num_reqs(self) -> int:
         return len(self.query_lens)
+
+    def select(self, requests: list[int], index: torch.Tensor, tokens: torch.Tensor) -> AttentionInputs:
+        """The same for some of the requests, by ascending batch index.
+
+        index: `requests` on the device, [n] int64; tokens: [num_tokens of these] int64.
+        """
+        lens = torch.diff(self.query_start_loc)[index]
+        return AttentionInputs(
+            query_lens=[self.query_lens[request] for request in requests],
+            max_seq_lens=[self.max_seq_lens[request] for request in requests],
+            query_start_loc=F.pad(lens.cumsum(0, dtype=torch.int32), (1, 0)),
+            seq_lens=self.seq_lens[index],
+            positions=self.positions[tokens],
+            block_tables=tuple(table[index] for table in self.block_tables),
+            slot_mappings=tuple(slots[tokens] for slots in self.slot_mappings),
+            block_size=self.block_size,
+        )
 
 
 @dataclass(frozen=True)

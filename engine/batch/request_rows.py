@@ -9,8 +9,12 @@ num_computed_tokens 2; the verification reads positions 2, 3, 4.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
+import numpy as np
 import torch
 
+from engine.batch.buffers import to_device
 from engine.step import NewRow
 
 
@@ -45,3 +49,32 @@ class RequestRows:
         self.num_computed_tokens[row].fill_(new.num_computed_tokens)
         self.num_drafts[row].fill_(0)
         self.token_limit[row].fill_(new.token_limit)
+
+    def set_drafts(self, drafts: Mapping[int, Sequence[int]]) -> None:
+        """Drafts made on the host, by row, behind the confirmed tokens. No step of these rows is in flight."""
+        if not drafts:
+            return
+        lengths = np.array([len(token_ids) for token_ids in drafts.values()], dtype=np.int64)
+        padded = np.zeros((len(drafts), int(lengths.max())), dtype=np.int64)
+        for line, token_ids in zip(padded, drafts.values(), strict=True):
+            line[: len(token_ids)] = token_ids
+        rows = to_device(np.array(list(drafts), dtype=np.int64), self.device)
+        counts = to_device(lengths, self.device)
+        self.write_tokens(rows, self.num_tokens[rows].to(torch.int64), to_device(padded, self.device), counts)
+        self.num_drafts[rows] = counts.to(torch.int32)
+
+    def write_tokens(
+        self, row_ids: torch.Tensor, first: torch.Tensor, token_ids: torch.Tensor, counts: torch.Tensor
+    ) -> None:
+        """token_history[row, first + j] = token_ids[:, j] for j < counts; the rest of the history stays.
+
+        row_ids, first, counts: [num_reqs] int64, rows distinct; token_ids: [num_reqs, width] int64.
+        """
+        offsets = torch.arange(token_ids.shape[1], device=token_ids.device)
+        # What is masked is written back to where it was; beyond the end that is the last column, which no valid
+        # token ever uses (capacity is one more than the longest history with drafts).
+        positions = (first[:, None] + offsets).clamp(max=self.token_history.shape[1] - 1)
+        index = row_ids[:, None].expand_as(positions)
+        old = self.token_history[index, positions]
+        mask = offsets < counts[:, None]
+        self.token_history[index, positions] = torch.where(mask, token_ids.to(torch.int32), old)

@@ -22,8 +22,8 @@ class RequestStream(ABC):
     async def next(self) -> RequestOutput:
         """Wait for news, and return everything since the last call as one output (deltas joined).
 
-        After an output with `finish` there is nothing more. Raises EngineUnavailableError when the engine died,
-        SlowReaderError when nobody had read for longer than the slow-reader time.
+        After an output with `finish` there is nothing more. Raises EngineUnavailableError when the engine
+        died, SlowReaderError when nobody had read for longer than the slow-reader time.
         """
 
     @abstractmethod
@@ -59,7 +59,7 @@ class EngineClient(ABC):
 
     @abstractmethod
     def abort(self, request_ids: list[str]) -> list[str]:
-        """End these requests; their streams finish with reason `cancelled`. Returns the ids that were live."""
+        """End these requests; their streams finish with reason `cancelled`. Returns those that were live."""
 
     @abstractmethod
     def on_step(self, callback: Callable[[list[RequestOutput], StepStats | None], None]) -> None:

@@ -1,4 +1,4 @@
-"""What every target model offers the worker. A model knows its layers and tensor names, nothing of requests."""
+"""What every target model offers the worker. A model knows layers and tensor names, nothing of requests."""
 
 from __future__ import annotations
 
@@ -31,10 +31,14 @@ class CausalLM(nn.Module, ABC):
         """KV groups by index; every layer with a cache of its own is in exactly one."""
 
     @abstractmethod
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """[num_tokens] int64 -> what enters the first layer, [num_tokens, hidden_size]; drafters share it."""
+
+    @abstractmethod
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionContext
     ) -> torch.Tensor:
-        """input_ids, positions: [num_tokens] int64. Returns [num_tokens, hidden_size], after the final norm."""
+        """input_ids, positions: [num_tokens] int64. Returns [num_tokens, hidden_size], normed."""
 
     @abstractmethod
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -42,5 +46,7 @@ class CausalLM(nn.Module, ABC):
 
     @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take every tensor of the checkpoint by its checkpoint name. Raises CheckpointError naming unknown,
-        missing or misshapen tensors (all of one kind at once)."""
+        """Take every tensor of the checkpoint by its checkpoint name.
+
+        Raises CheckpointError naming all unknown, missing and misshapen tensors.
+        """

@@ -1,0 +1,253 @@
+"""Builds the parts of an engine from its configuration: device, weights, KV cache, runner, scheduler.
+
+The one place that knows all of them; nothing here runs after start-up.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import torch
+from tokenizers import Tokenizer
+
+from engine.attention.metadata import LayerKVCache
+from engine.attention.registry import make_attention_backend
+from engine.batch.block_tables import BlockTables
+from engine.checkpoint.tokenizer_files import tokenizer_json
+from engine.config import EngineConfig
+from engine.draft_method import DraftMethod
+from engine.errors import ConfigError
+from engine.executor import Executor, SingleExecutor
+from engine.finish import RequestCutter
+from engine.kv_spec import KVGroupSpec
+from engine.messages import AddRequest, LoadProgress, ModelInfo
+from engine.models.base import CausalLM
+from engine.models.loader import LoadedModel, load_model
+from engine.sampling.draft_distributions import DraftDistributions
+from engine.sampling.ratio_rule import RatioRule
+from engine.sampling.synthetic_rule import SyntheticRule
+from engine.sampling.verification_rule import CoupledRule, VerificationRule
+from engine.scheduler.draft_policy import FixedDraftPolicy
+from engine.scheduler.host_drafts import HostDrafts
+from engine.scheduler.scheduler import Scheduler
+from engine.spec_decode.autoregressive import DraftModelSpeculator
+from engine.spec_decode.host import HostSpeculator
+from engine.spec_decode.registry import Speculator, init_speculator
+from engine.spec_decode.speculator import BaseSpeculator, DraftContext
+from engine.spec_decode.speculator_set import SpeculatorSet
+from engine.text.incremental_decoder import IncrementalDecoder, load_tokenizer
+from engine.worker.memory import allocate_caches, choose_num_blocks
+from engine.worker.model_runner import ModelRunner
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """What EngineCore drives."""
+
+    scheduler: Scheduler
+    executor: Executor
+    model_info: ModelInfo
+
+
+@dataclass
+class _StartupClock:
+    seconds: dict[str, float] = field(default_factory=dict)
+    _last: float = field(default_factory=time.perf_counter)
+
+    def lap(self, phase: str) -> None:
+        now = time.perf_counter()
+        self.seconds[phase] = now - self._last
+        self._last = now
+
+
+def build_engine(config: EngineConfig, on_progress: Callable[[LoadProgress], None]) -> EngineParts:
+    """Load the checkpoint that the configuration names. Raises ConfigError or CheckpointError."""
+    device = resolve_device(config.device)
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    clock = _StartupClock()
+    loaded = load_model(config.model, device=device, on_progress=on_progress)
+    clock.lap("load")
+    return assemble(config, loaded, device=device, startup_seconds=clock.seconds)
+
+
+def resolve_device(name: str) -> torch.device:
+    """"auto" is the first accelerator, or the CPU. Raises ConfigError for a device that is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"device: got {name!r}, which torch cannot use: {error}") from None
+    return device
+
+
+def assemble(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    *,
+    device: torch.device,
+    speculators: Mapping[str, Speculator] | None = None,
+    wrap_executor: Callable[[Executor], Executor] = lambda executor: executor,
+    startup_seconds: dict[str, float] | None = None,
+) -> EngineParts:
+    """The parts around a loaded model. `speculators`: draft methods by name, instead of building them."""
+    model = loaded.model
+    if speculators is None:
+        speculators = {item.method: init_speculator(item, loaded, device) for item in config.speculators}
+    on_device = {name: item for name, item in speculators.items() if isinstance(item, BaseSpeculator)}
+    on_host = {name: item for name, item in speculators.items() if isinstance(item, HostSpeculator)}
+    methods, groups = _plan_groups(config, model, on_device)
+    max_model_len = min(config.max_model_len or model.max_position_embeddings, model.max_position_embeddings)
+    max_num_seqs = config.scheduler.max_num_seqs
+    block_size = config.cache.block_size
+    num_blocks = choose_num_blocks(
+        config.cache, groups, device=device, max_model_len=max_model_len, max_num_seqs=max_num_seqs
+    )
+    backend = make_attention_backend(config.attention_backend, device)
+    block_tables = BlockTables(len(groups), max_num_seqs, max_model_len, block_size, device)
+
+    def allocate(some_groups: Sequence[KVGroupSpec]) -> dict[int, LayerKVCache]:
+        return allocate_caches(some_groups, num_blocks, block_size, loaded.dtype, device)
+
+    for method in methods:
+        speculator = on_device.get(method.name)
+        if isinstance(speculator, DraftModelSpeculator) and method.kv_group is not None:
+            group = groups[method.kv_group]
+            speculator.bind(
+                DraftContext(
+                    backend=backend,
+                    block_tables=block_tables,
+                    group_index=method.kv_group,
+                    group=group,
+                    caches=allocate([group]),
+                )
+            )
+    target_groups = model.kv_groups()
+    max_drafts = config.max_speculative_tokens
+    runner = ModelRunner(
+        model=model,
+        backend=backend,
+        groups=target_groups,
+        caches=allocate(target_groups),
+        block_tables=block_tables,
+        speculators=SpeculatorSet(on_device, model.vocab_size),
+        rule=_make_rule(config, loaded, device),
+        max_num_rows=max_num_seqs,
+        max_model_len=max_model_len,
+        max_drafts=max_drafts,
+        device=device,
+    )
+    # Steps overlap where launching does not wait for the result.
+    depth = config.max_steps_in_flight or (2 if device.type == "cuda" else 1)
+    scheduler = Scheduler(
+        config=config.scheduler,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        groups=groups,
+        enable_prefix_cache=config.cache.enable_prefix_cache,
+        max_model_len=max_model_len,
+        eos_token_ids=loaded.eos_token_ids,
+        max_drafts=max_drafts,
+        max_steps_in_flight=depth,
+        draft_policy=FixedDraftPolicy(methods),
+        host_drafts=HostDrafts(on_host, model.vocab_size),
+        make_cutter=_CutterFactory(config, loaded.eos_token_ids, max_model_len),
+    )
+    kv_bytes_per_token = sum(group.bytes_per_token for group in groups)
+    model_info = ModelInfo(
+        model_name=config.model.name,
+        architecture=loaded.architecture,
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        device=str(device),
+        vocab_size=model.vocab_size,
+        max_model_len=max_model_len,
+        eos_token_ids=loaded.eos_token_ids,
+        num_parameters=loaded.num_parameters,
+        weight_bytes=loaded.weight_bytes,
+        kv_bytes_per_token=kv_bytes_per_token,
+        kv_cache_bytes=kv_bytes_per_token * block_size * num_blocks,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        max_steps_in_flight=depth,
+        speculators=tuple(speculators),
+        default_speculator=methods[0].name if methods else "none",
+        synthetic_acceptance=config.synthetic_acceptance or (),
+        startup_seconds=startup_seconds or {},
+    )
+    return EngineParts(scheduler, wrap_executor(SingleExecutor(runner)), model_info)
+
+
+def _make_rule(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> VerificationRule:
+    if config.synthetic_acceptance is not None:
+        return SyntheticRule(config.synthetic_acceptance, device)
+    if config.verification == "ratio":
+        dtype = torch.promote_types(loaded.dtype, torch.float32)  # that of logits
+        num_rows, max_drafts = config.scheduler.max_num_seqs, max(config.max_speculative_tokens, 1)
+        return RatioRule(DraftDistributions(num_rows, max_drafts, loaded.model.vocab_size, dtype, device))
+    return CoupledRule()
+
+
+def _plan_groups(
+    config: EngineConfig, model: CausalLM, on_device: Mapping[str, BaseSpeculator]
+) -> tuple[list[DraftMethod], list[KVGroupSpec]]:
+    """The loaded methods as the scheduler sees them, and all KV groups: the target's, then a drafter's own."""
+    groups = model.kv_groups()
+    methods = []
+    owners = [name for name, speculator in on_device.items() if speculator.needs.draft_kv == "own"]
+    if len(owners) > 1:
+        names = ", ".join(owners)
+        raise ConfigError(
+            f"speculators: got {len(owners)} with a KV cache of their own ({names}), expected at most one"
+        )
+    for item in config.speculators:
+        speculator = on_device.get(item.method)
+        if speculator is None:
+            methods.append(DraftMethod(name=item.method, max_drafts=item.k, is_host=True))
+            continue
+        own_groups = speculator.kv_groups()
+        methods.append(
+            DraftMethod(
+                name=item.method,
+                max_drafts=item.k,
+                kv_group=len(groups) if own_groups else None,
+                drops_last_hit_block=speculator.needs.catch_up == "hidden",
+                max_context=speculator.max_context,
+            )
+        )
+        groups.extend(msgspec.structs.replace(group, is_drafter=True) for group in own_groups)
+    return methods, groups
+
+
+class _CutterFactory:
+    """Makes the cutter of a request; loads the tokenizer when the first request with stop strings comes."""
+
+    def __init__(self, config: EngineConfig, eos_token_ids: tuple[int, ...], max_model_len: int) -> None:
+        self._config = config
+        self._eos_token_ids = eos_token_ids
+        self._max_model_len = max_model_len
+        self._tokenizer: Tokenizer | None = None
+
+    def __call__(self, request: AddRequest) -> RequestCutter:
+        decoder = None
+        if request.params.stop_strings:
+            if self._tokenizer is None:
+                self._tokenizer = load_tokenizer(tokenizer_json(self._config.model))
+            decoder = IncrementalDecoder(
+                self._tokenizer,
+                request.prompt_token_ids,
+                request.params.skip_special_tokens,
+            )
+        return RequestCutter(
+            request.params,
+            self._eos_token_ids,
+            len(request.prompt_token_ids),
+            self._max_model_len,
+            decoder,
+        )

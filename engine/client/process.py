@@ -1,0 +1,106 @@
+"""An engine in a process of its own, over ZeroMQ. Imports neither core nor torch.
+
+The process is spawned, never forked, and must be spawned before gRPC starts its threads. It dies with this
+process; its own death ends every stream with EngineUnavailableError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from engine.client.engine_process import EngineProcess
+from engine.client.streaming import StreamingClient
+from engine.config import EngineConfig
+from engine.errors import EngineUnavailableError
+from engine.loop import Command
+from engine.messages import FromEngine, Hello
+
+log = logging.getLogger(__name__)
+
+ENGINE_COMMAND = (sys.executable, "-m", "engine.main")
+QUIET_MS = 100  # the last messages of a dead engine have come when there was none for so long
+
+
+@dataclass(frozen=True)
+class _Running:
+    engine: EngineProcess
+    reader: asyncio.Task[None]
+    watcher: asyncio.Task[None]
+
+
+class ProcessEngineClient(StreamingClient):
+    """Spawns an engine, speaks to it, stops it."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        command: Sequence[str] = ENGINE_COMMAND,
+        slow_reader_timeout: float = 60.0,
+        stop_timeout: float = 10.0,
+    ) -> None:
+        """Timeouts in seconds; an engine that does not stop within `stop_timeout` is killed."""
+        super().__init__(config.scheduler.max_waiting, slow_reader_timeout)
+        self._config = config
+        self._command = command
+        self._stop_timeout = stop_timeout
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+        self._running: _Running | None = None
+
+    @property
+    def pid(self) -> int:
+        """Of the engine process, once `start` was called."""
+        assert self._running is not None, "the engine has not started"
+        return self._running.engine.pid
+
+    async def _launch(self) -> None:
+        config_json = self._config.model_dump_json().encode()
+        engine = await EngineProcess.spawn(self._command, config_json)
+        engine.socket.send(self._encoder.encode(Hello()))
+        reader = asyncio.create_task(self._read(engine), name="engine-reader")
+        reader.add_done_callback(self._on_reader_done)
+        self._running = _Running(
+            engine, reader, asyncio.create_task(self._watch(engine), name="engine-watcher")
+        )
+
+    def _send(self, message: Command) -> None:
+        assert self._running is not None
+        self._running.engine.socket.send(self._encoder.encode(message))  # no high-water mark: never waits
+
+    async def _shut_down(self) -> None:
+        if self._running is None:
+            return
+        await self._running.engine.stop(self._stop_timeout)
+        await self._running.watcher  # which waits for the last messages
+        self._running.reader.cancel()
+        await asyncio.wait([self._running.reader])
+        await self._running.engine.close()
+
+    async def _read(self, engine: EngineProcess) -> None:
+        while True:
+            payload = await engine.socket.recv()
+            await asyncio.sleep(0)  # `recv` alone does not let others run while messages are there
+            try:
+                message = self._decoder.decode(payload)
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                log.warning("dropped a message of %d bytes that cannot be read: %s", len(payload), error)
+            else:
+                self._receive(message)
+
+    def _on_reader_done(self, reader: asyncio.Task[None]) -> None:
+        if not reader.cancelled() and (error := reader.exception()) is not None:
+            log.error("reading from the engine failed", exc_info=error)
+            self._fail(EngineUnavailableError(f"reading from the engine failed: {error}"))
+
+    async def _watch(self, engine: EngineProcess) -> None:
+        end = await engine.wait()
+        while await engine.socket.poll(QUIET_MS):
+            await asyncio.sleep(0)  # the reader takes it
+        self._fail(EngineUnavailableError(f"the engine process {end}"))

@@ -1,0 +1,322 @@
+"""Causal attention over a paged KV cache for a ragged batch: prefill chunks, verifications and decodes in one launch.
+
+For query row i of a request with `query_len` rows and length `seq_len` (position p = seq_len - query_len + i):
+out = sum_j softmax_j(scale * q . k_j) v_j over j <= p, and j > p - window if there is a window.
+
+Shapes: query, out [num_tokens, num_heads, head_size]; key_cache, value_cache [num_blocks, block_size, num_kv_heads,
+head_size]; block_table [num_reqs, max_blocks] int32; query_start_loc [num_reqs + 1] int32; seq_lens [num_reqs] int32.
+Head h reads KV head h // (num_heads // num_kv_heads). Scores, softmax and sums in float32, weights in the cache's
+dtype for the second product. Lengths are read on the device, so a captured launch replays at any length; requests of
+length 0 and query blocks behind a request's end return at once. Keys behind a row's position are never read as
+values of weight zero: they are not loaded or masked before the maximum is taken.
+
+Grid: (query blocks, KV heads, segments). The query rows of one KV head's group stand together: row r of a block is
+token r // group, member r % group. A block of BLOCK_Q tokens belongs to one request; request r begins at block
+query_start[r] // BLOCK_Q + r. Example, BLOCK_Q 4, query lengths [5, 1, 3]: query_start [0, 5, 6], first blocks
+[0, 2, 3]; request 0 has blocks 0 and 1, the grid has 9 // 4 + 3 = 5 blocks.
+
+Long contexts are split into segments of SEGMENT keys at fixed absolute positions (flash decoding, Dao et al. 2023),
+which a second kernel merges in order: a row's result does not depend on its neighbours or on the batch.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+SEGMENT = 512  # keys of one program where a context is split
+MAX_SPLIT_QUERY_LEN = 16  # query tokens of a request; longer chunks have parallelism enough
+
+
+def paged_attention_reference(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+) -> torch.Tensor:
+    """By the definition, request by request, in the dtype of the inputs (float64 for an oracle). Syncs."""
+    output = torch.zeros_like(query)
+    block_size, num_kv_heads = key_cache.shape[1], key_cache.shape[2]
+    group = query.shape[1] // num_kv_heads
+    starts = query_start_loc.tolist()
+    for request, seq_len in enumerate(seq_lens.tolist()):
+        first, end = starts[request], starts[request + 1]
+        keys = torch.arange(seq_len, device=query.device)
+        blocks, offsets = block_table[request].long()[keys // block_size], keys % block_size
+        key = key_cache[blocks, offsets].repeat_interleave(group, dim=1)  # [seq_len, num_heads, head_size]
+        value = value_cache[blocks, offsets].repeat_interleave(group, dim=1)
+        rows = torch.arange(seq_len - (end - first), seq_len, device=query.device)[:, None]
+        seen = keys <= rows
+        if window is not None:
+            seen &= keys > rows - window
+        scores = torch.einsum("qhd,khd->hqk", query[first:end], key) * scale
+        weights = scores.masked_fill(~seen, float("-inf")).softmax(dim=-1)
+        output[first:end] = torch.einsum("hqk,khd->qhd", weights, value)
+    return output
+
+
+@triton.jit
+def _find_request(query_start_ptr, q_block, num_reqs, BLOCK_Q: tl.constexpr):
+    """The last request whose first query block is <= q_block, by binary search."""
+    low = 0
+    high = num_reqs
+    while low < high:
+        middle = (low + high) // 2
+        first = tl.load(query_start_ptr + middle) // BLOCK_Q + middle
+        if first <= q_block:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
+
+
+@triton.jit
+def _paged_attention_kernel(
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    out_ptr,
+    partial_ptr,
+    stats_ptr,
+    query_start_ptr,
+    seq_lens_ptr,
+    block_table_ptr,
+    num_reqs,
+    scale,
+    query_stride_token,
+    query_stride_head,
+    out_stride_token,
+    out_stride_head,
+    table_stride,
+    key_stride_block,
+    key_stride_slot,
+    key_stride_head,
+    WINDOW: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    TILE: tl.constexpr,
+    SEGMENT_SIZE: tl.constexpr,
+    NUM_SEGMENTS: tl.constexpr,
+):
+    q_block = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    request = _find_request(query_start_ptr, q_block, num_reqs, BLOCK_Q)
+    query_start = tl.load(query_start_ptr + request)
+    query_len = tl.load(query_start_ptr + request + 1) - query_start
+    first_query = (q_block - (query_start // BLOCK_Q + request)) * BLOCK_Q
+    if first_query >= query_len:
+        return
+    computed = tl.load(seq_lens_ptr + request) - query_len
+
+    rows = tl.arange(0, BLOCK_Q * GROUP_PAD)
+    row_query = first_query + rows // GROUP_PAD
+    row_member = rows % GROUP_PAD
+    row_valid = (row_query < query_len) & (row_member < GROUP)
+    row_head = kv_head * GROUP + row_member
+    row_token = query_start + row_query
+    row_position = computed + row_query
+    dims = tl.arange(0, HEAD_PAD)
+    row_mask = row_valid[:, None] & (dims < HEAD_SIZE)[None, :]
+    query = tl.load(
+        query_ptr
+        + row_token[:, None] * query_stride_token
+        + row_head[:, None] * query_stride_head
+        + dims[None, :],
+        mask=row_mask,
+        other=0.0,
+    )
+
+    key_begin = 0
+    key_end = computed + tl.minimum(first_query + BLOCK_Q, query_len)
+    if WINDOW > 0:
+        key_begin = tl.maximum(computed + first_query - WINDOW + 1, 0)
+    if NUM_SEGMENTS > 1:
+        key_begin = tl.maximum(key_begin, tl.program_id(2) * SEGMENT_SIZE)
+        key_end = tl.minimum(key_end, (tl.program_id(2) + 1) * SEGMENT_SIZE)
+        if key_begin >= key_end:
+            return
+    # Tiles begin at multiples of TILE, so that a row's sums are formed alike whatever its neighbours.
+    key_begin = (key_begin // TILE) * TILE
+
+    peak = tl.full([BLOCK_Q * GROUP_PAD], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_Q * GROUP_PAD], tl.float32)
+    acc = tl.zeros([BLOCK_Q * GROUP_PAD, HEAD_PAD], tl.float32)
+    scale_log2 = scale * 1.4426950408889634  # exp(x) = exp2(x * log2(e))
+    for tile in range(key_begin, key_end, TILE):
+        keys = tile + tl.arange(0, TILE)
+        key_valid = keys < key_end
+        blocks = tl.load(
+            block_table_ptr + request * table_stride + keys // BLOCK_SIZE, mask=key_valid, other=0
+        ).to(tl.int64)
+        offsets = blocks * key_stride_block + (keys % BLOCK_SIZE) * key_stride_slot + kv_head * key_stride_head
+        key = tl.load(
+            key_ptr + offsets[None, :] + dims[:, None],
+            mask=(dims < HEAD_SIZE)[:, None] & key_valid[None, :],
+            other=0.0,
+        )
+        value = tl.load(
+            value_ptr + offsets[:, None] + dims[None, :],
+            mask=key_valid[:, None] & (dims < HEAD_SIZE)[None, :],
+            other=0.0,
+        )
+        scores = tl.dot(query, key, input_precision="ieee") * scale_log2
+        seen = (keys[None, :] <= row_position[:, None]) & key_valid[None, :]
+        if WINDOW > 0:
+            seen = seen & (keys[None, :] > row_position[:, None] - WINDOW)
+        scores = tl.where(seen, scores, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(scores, axis=1))
+        shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weights = tl.exp2(scores - shift[:, None])
+        decay = tl.exp2(peak - shift)
+        total = total * decay + tl.sum(weights, axis=1)
+        acc = acc * decay[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+        peak = new_peak
+
+    if NUM_SEGMENTS > 1:
+        slot = (row_token * NUM_HEADS + row_head) * NUM_SEGMENTS + tl.program_id(2)
+        tl.store(partial_ptr + slot[:, None] * HEAD_SIZE + dims[None, :], acc, mask=row_mask)
+        tl.store(stats_ptr + slot * 2, peak, mask=row_valid)
+        tl.store(stats_ptr + slot * 2 + 1, total, mask=row_valid)
+    else:
+        result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+        tl.store(
+            out_ptr + row_token[:, None] * out_stride_token + row_head[:, None] * out_stride_head + dims[None, :],
+            result.to(out_ptr.dtype.element_ty),
+            mask=row_mask,
+        )
+
+
+@triton.jit
+def _merge_segments_kernel(
+    partial_ptr,
+    stats_ptr,
+    out_ptr,
+    positions_ptr,
+    out_stride_token,
+    out_stride_head,
+    WINDOW: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    SEGMENT_SIZE: tl.constexpr,
+    NUM_SEGMENTS: tl.constexpr,
+):
+    """One program a (token, head). Reads exactly the segments that hold a key the row sees."""
+    token = tl.program_id(0)
+    head = tl.program_id(1)
+    position = tl.load(positions_ptr + token)
+    first = 0
+    if WINDOW > 0:
+        first = (tl.maximum(position - WINDOW + 1, 0) // SEGMENT_SIZE).to(tl.int32)
+    last = tl.minimum(position // SEGMENT_SIZE, NUM_SEGMENTS - 1).to(tl.int32)
+    dims = tl.arange(0, HEAD_PAD)
+    peak = float("-inf")
+    total = 0.0
+    acc = tl.zeros([HEAD_PAD], tl.float32)
+    for segment in range(first, last + 1):
+        slot = (token * NUM_HEADS + head) * NUM_SEGMENTS + segment
+        other_peak = tl.load(stats_ptr + slot * 2)
+        other_total = tl.load(stats_ptr + slot * 2 + 1)
+        part = tl.load(partial_ptr + slot * HEAD_SIZE + dims, mask=dims < HEAD_SIZE, other=0.0)
+        new_peak = tl.maximum(peak, other_peak)
+        shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        decay = tl.exp2(peak - shift)
+        other_decay = tl.exp2(other_peak - shift)
+        acc = acc * decay + part * other_decay
+        total = total * decay + other_total * other_decay
+        peak = new_peak
+    result = acc / tl.where(total > 0.0, total, 1.0)
+    tl.store(
+        out_ptr + token * out_stride_token + head * out_stride_head + dims,
+        result.to(out_ptr.dtype.element_ty),
+        mask=dims < HEAD_SIZE,
+    )
+
+
+def paged_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    scale: float,
+    max_query_len: int,
+    max_seq_len: int,
+    window: int | None = None,
+    segment: int = SEGMENT,
+) -> torch.Tensor:
+    """See the module docstring. positions: [num_tokens] int64; max_query_len, max_seq_len: host upper bounds."""
+    num_tokens, num_heads, head_size = query.shape
+    block_size, num_kv_heads = key_cache.shape[1], key_cache.shape[2]
+    assert key_cache.stride() == value_cache.stride(), "key and value caches must have one layout"
+    group = num_heads // num_kv_heads
+    group_pad = triton.next_power_of_2(group)
+    head_pad = max(16, triton.next_power_of_2(head_size))
+    is_split = max_query_len <= MAX_SPLIT_QUERY_LEN and max_seq_len > segment
+    num_segments = -(-max_seq_len // segment) if is_split else 1
+    num_rows = 16 if max_query_len * group_pad <= 16 else 64
+    block_q = max(num_rows // group_pad, 1)
+    tile = min(32 if head_pad >= 256 else 64, segment)
+    out = torch.empty_like(query)
+    partial = stats = out
+    if is_split:
+        shape = (num_tokens, num_heads, num_segments)
+        partial = torch.empty(*shape, head_size, dtype=torch.float32, device=query.device)
+        stats = torch.empty(*shape, 2, dtype=torch.float32, device=query.device)
+    constants = {
+        "WINDOW": window or 0,
+        "NUM_HEADS": num_heads,
+        "HEAD_SIZE": head_size,
+        "HEAD_PAD": head_pad,
+        "SEGMENT_SIZE": segment,
+        "NUM_SEGMENTS": num_segments,
+    }
+    grid = (num_tokens // block_q + len(seq_lens), num_kv_heads, num_segments)
+    _paged_attention_kernel[grid](
+        query,
+        key_cache,
+        value_cache,
+        out,
+        partial,
+        stats,
+        query_start_loc,
+        seq_lens,
+        block_table,
+        len(seq_lens),
+        scale,
+        query.stride(0),
+        query.stride(1),
+        out.stride(0),
+        out.stride(1),
+        block_table.stride(0),
+        key_cache.stride(0),
+        key_cache.stride(1),
+        key_cache.stride(2),
+        GROUP=group,
+        GROUP_PAD=group_pad,
+        BLOCK_SIZE=block_size,
+        BLOCK_Q=block_q,
+        TILE=tile,
+        num_warps=4,
+        num_stages=2,
+        **constants,
+    )
+    if is_split:
+        _merge_segments_kernel[(num_tokens, num_heads)](
+            partial, stats, out, positions, out.stride(0), out.stride(1), num_warps=1, **constants
+        )
+    return out

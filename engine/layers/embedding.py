@@ -1,0 +1,32 @@
+"""Token embeddings and the output head. A tied head is the embedding itself, the same object used twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class TokenEmbedding(nn.Module):
+    """A table of [vocab_size, hidden_size]."""
+
+    def __init__(
+        self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        weight = torch.empty(vocab_size, hidden_size, dtype=dtype, device=device)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[num_tokens] int64 -> [num_tokens, hidden_size]."""
+        return F.embedding(token_ids, self.weight)
+
+    def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[n, hidden_size] -> [n, vocab_size], float32 or float64: sampling computes in no half type."""
+        logits = F.linear(hidden_states, self.weight)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
+        yield f"{prefix}.weight", self.weight

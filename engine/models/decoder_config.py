@@ -1,0 +1,131 @@
+"""Reads the config.json of a plain decoder, and refuses what this implementation would compute wrongly.
+
+Values are checked here, once, so that models build from numbers that make sense. Both generations of the
+format are read: `rope_parameters` (transformers 5) and `rope_theta` with `rope_scaling` (before).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from engine.errors import CheckpointError
+from engine.layers.rotary import RopeConfig
+
+DEFAULT_ROPE_THETA = 10000.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """One decoder of the Llama family."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    has_qkv_bias: bool
+    has_output_bias: bool
+    has_mlp_bias: bool
+    has_qk_norm: bool
+    is_tied: bool
+
+    @staticmethod
+    def from_raw(raw: Mapping[str, Any]) -> DecoderConfig:
+        """Raises CheckpointError naming the key, what was got and what is expected."""
+        _refuse_unsupported(raw)
+        num_heads = _positive_int(raw, "num_attention_heads")
+        num_kv_heads = _positive_int(raw, "num_key_value_heads", num_heads)
+        if num_heads % num_kv_heads:
+            raise CheckpointError(
+                f"num_key_value_heads: got {num_kv_heads}, expected a divisor of {num_heads}"
+            )
+        hidden_size = _positive_int(raw, "hidden_size")
+        head_size = _positive_int(raw, "head_dim", hidden_size // num_heads)
+        if head_size % 2:
+            raise CheckpointError(f"head_dim: got {head_size}, expected an even number")
+        max_positions = _positive_int(raw, "max_position_embeddings")
+        has_attention_bias = _flag(raw, "attention_bias")
+        return DecoderConfig(
+            vocab_size=_positive_int(raw, "vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=_positive_int(raw, "intermediate_size"),
+            num_layers=_positive_int(raw, "num_hidden_layers"),
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_size=head_size,
+            max_position_embeddings=max_positions,
+            rms_norm_eps=_number("rms_norm_eps", raw.get("rms_norm_eps", 1e-6)),
+            rope=_read_rope(raw, head_size, max_positions),
+            has_qkv_bias=has_attention_bias,
+            has_output_bias=has_attention_bias,
+            has_mlp_bias=_flag(raw, "mlp_bias"),
+            has_qk_norm=False,
+            is_tied=_flag(raw, "tie_word_embeddings"),
+        )
+
+
+def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
+    if (activation := raw.get("hidden_act", "silu")) != "silu":
+        raise CheckpointError(f"hidden_act: got {activation!r}, expected 'silu'")
+    if (quantization := raw.get("quantization_config")) is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        raise CheckpointError(
+            f"quantization_config: got {method!r}, expected an unquantised checkpoint or GGUF"
+        )
+    layer_types = raw.get("layer_types")
+    if layer_types is not None and set(layer_types) != {"full_attention"}:
+        raise CheckpointError(f"layer_types: got {sorted(set(layer_types))}, expected only 'full_attention'")
+    window = raw.get("sliding_window")
+    if layer_types is None and window is not None and raw.get("use_sliding_window", True):
+        raise CheckpointError(f"sliding_window: got {window} in use, expected full attention")
+
+
+def _read_rope(raw: Mapping[str, Any], head_size: int, max_positions: int) -> RopeConfig:
+    parameters = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(parameters, dict):
+        raise CheckpointError(f"rope_parameters: got {parameters!r}, expected an object")
+    rope_type = parameters.get("rope_type") or parameters.get("type") or "default"
+    for values in (raw, parameters):
+        if (share := values.get("partial_rotary_factor", 1.0)) != 1.0:
+            raise CheckpointError(f"partial_rotary_factor: got {share}, expected 1.0")
+    theta = parameters.get("rope_theta") or raw.get("rope_theta") or DEFAULT_ROPE_THETA
+    return RopeConfig(
+        rope_type=rope_type,
+        theta=_number("rope_theta", theta),
+        head_size=head_size,
+        max_position_embeddings=max_positions,
+        scaling={
+            key: _number(f"rope_parameters.{key}", value)
+            for key, value in parameters.items()
+            if key not in ("rope_type", "type", "rope_theta") and value is not None
+        },
+    )
+
+
+def _positive_int(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = raw.get(key)
+    if value is None:
+        value = default
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise CheckpointError(f"{key}: got {value!r}, expected a positive whole number")
+    return value
+
+
+def _number(key: str, value: Any) -> float:
+    if not isinstance(value, int | float) or value < 0:
+        raise CheckpointError(f"{key}: got {value!r}, expected a number that is not negative")
+    return float(value)
+
+
+def _flag(raw: Mapping[str, Any], key: str) -> bool:
+    value = raw.get(key, False)
+    if not isinstance(value, bool):
+        raise CheckpointError(f"{key}: got {value!r}, expected true or false")
+    return value

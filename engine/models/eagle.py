@@ -1,0 +1,107 @@
+"""The EAGLE draft head (Li et al. 2024, arXiv:2401.15077): one Llama layer over (embedding of x_{p+1}, hidden h_p).
+
+The first layer has no input norm, there is no final norm and no head: the target's embedding and head are used, and
+the layer's output is both what the head reads and what is fed back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine.attention.backend import AttentionContext
+from engine.errors import CheckpointError
+from engine.kv_spec import KVGroupSpec
+from engine.layers.linear import Linear
+from engine.layers.rotary import RotaryEmbedding
+from engine.models.base import CausalLM
+from engine.models.decoder_config import DecoderConfig
+from engine.models.llama import DecoderLayer, Rotation
+from engine.models.weights import load_strict
+
+
+class FirstEagleLayer(DecoderLayer):
+    """A Llama layer whose attention reads its input as it is."""
+
+    def forward(self, x: torch.Tensor, rotation: Rotation, context: AttentionContext) -> torch.Tensor:
+        x = x + self.attention(x, rotation, context)
+        output: torch.Tensor = x + self.mlp(self.mlp_norm(x))
+        return output
+
+    def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
+        norm = dict(self.attention_norm.checkpoint_tensors(f"{prefix}input_layernorm"))
+        yield from (item for item in super().checkpoint_tensors(prefix) if item[0] not in norm)
+
+
+class EagleDraftModel(nn.Module):
+    """fc, then the decoder layers. Shares the target's embedding; the checkpoint's copy of it must be equal."""
+
+    def __init__(
+        self, config: dict[str, Any], target: CausalLM, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.config = DecoderConfig.from_raw(config)
+        check_fits_target(self.config, target)
+        self.dtype = dtype
+        hidden_size = self.config.hidden_size
+        has_bias = bool(config.get("bias", True))
+        self.fc = Linear(2 * hidden_size, [("fc", hidden_size)], bias=has_bias, dtype=dtype, device=device)
+        self.rotary = RotaryEmbedding(self.config.rope, dtype=dtype, device=device)
+        self.layers = nn.ModuleList(
+            (DecoderLayer if index else FirstEagleLayer)(self.config, index, dtype, device)
+            for index in range(self.config.num_layers)
+        )
+        self._embed = (target.embed,)  # in a tuple: the target is no part of this module
+
+    def kv_group(self, name: str) -> KVGroupSpec:
+        return llama_kv_group(name, self.config, self.dtype)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        hidden_states: torch.Tensor,
+        attention: AttentionContext,
+    ) -> torch.Tensor:
+        """input_ids, positions: [num_tokens] int64; hidden_states: [num_tokens, hidden_size]; returns the same."""
+        x: torch.Tensor = self.fc(torch.cat((self._embed[0](input_ids), hidden_states), dim=-1))
+        rotation = self.rotary(positions)
+        for layer in self.layers:
+            x = layer(x, rotation, attention)
+        return x
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Raises CheckpointError for missing, unknown or misshapen tensors."""
+        own = (item for item in weights if item[0] != "embed_tokens.weight")
+        load_strict(type(self).__name__, dict(self._checkpoint_tensors()), own)
+
+    def _checkpoint_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self.fc.checkpoint_tensors("")
+        for index, layer in enumerate(self.layers):
+            assert isinstance(layer, DecoderLayer)
+            yield from layer.checkpoint_tensors(f"layers.{index}.")
+
+
+def check_fits_target(config: DecoderConfig, target: CausalLM) -> None:
+    """Raise CheckpointError for a head of another hidden size or vocabulary."""
+    for key, got, expected in (
+        ("hidden_size", config.hidden_size, target.hidden_size),
+        ("vocab_size", config.vocab_size, target.vocab_size),
+    ):
+        if got != expected:
+            raise CheckpointError(f"draft head {key}: got {got}, expected {expected}, the target model's")
+
+
+def llama_kv_group(name: str, config: DecoderConfig, dtype: torch.dtype) -> KVGroupSpec:
+    """The KV group of a Llama-shaped draft model."""
+    bytes_per_layer = 2 * config.num_kv_heads * config.head_size * dtype.itemsize
+    return KVGroupSpec(
+        name=name,
+        layer_indices=tuple(range(config.num_layers)),
+        num_kv_heads=config.num_kv_heads,
+        head_size=config.head_size,
+        bytes_per_token=bytes_per_layer * config.num_layers,
+    )

@@ -1,0 +1,170 @@
+"""The EAGLE-3 draft head (Li et al. 2025, arXiv:2503.01840): inputs of three target layers, fused once per target
+row; a first layer that reads [embedding, hidden] at twice the width; a draft vocabulary with its own head.
+
+Tensor names: `midlayer.` (first releases) or `layers.0.`; `d2t` holds offsets: target id = draft id + d2t[draft id].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine.attention.backend import AttentionContext
+from engine.errors import CheckpointError
+from engine.kv_spec import KVGroupSpec
+from engine.layers.embedding import TokenEmbedding
+from engine.layers.linear import Linear
+from engine.layers.norm import RMSNorm
+from engine.layers.rotary import RotaryEmbedding
+from engine.models.base import CausalLM
+from engine.models.decoder_config import DecoderConfig
+from engine.models.eagle import check_fits_target, llama_kv_group
+from engine.models.llama import DecoderLayer, Rotation, SelfAttention
+from engine.models.weights import load_strict
+
+IGNORED_TENSORS = ("t2d", "embed_tokens.weight")  # t2d serves training; the embedding is the target's
+
+
+class FirstEagle3Layer(DecoderLayer):
+    """Attention over [input norm(embedding), hidden norm(hidden)], then the MLP; the residual is the hidden."""
+
+    def __init__(
+        self, config: DecoderConfig, *, norm_before_residual: bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(config, 0, dtype, device)
+        self.attention = SelfAttention(replace(config, hidden_size=2 * config.hidden_size), 0, dtype, device)
+        output = [("o_proj", config.hidden_size)]
+        query_size = config.num_heads * config.head_size
+        self.attention.output = Linear(
+            query_size, output, bias=config.has_output_bias, dtype=dtype, device=device
+        )
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
+        self._norm_before_residual = norm_before_residual
+
+    def forward_pair(
+        self, embedding: torch.Tensor, hidden: torch.Tensor, rotation: Rotation, context: AttentionContext
+    ) -> torch.Tensor:
+        """embedding, hidden: [num_tokens, hidden_size]; returns the same shape."""
+        normed = self.hidden_norm(hidden)
+        residual = normed if self._norm_before_residual else hidden
+        pair = torch.cat((self.attention_norm(embedding), normed), dim=-1)
+        x = residual + self.attention(pair, rotation, context)
+        output: torch.Tensor = x + self.mlp(self.mlp_norm(x))
+        return output
+
+    def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from super().checkpoint_tensors(prefix)
+        yield from self.hidden_norm.checkpoint_tensors(f"{prefix}hidden_norm")
+
+
+class Eagle3DraftModel(nn.Module):
+    """Shares the target's embedding. `aux_layers`: target layers whose inputs it wants."""
+
+    def __init__(
+        self, config: dict[str, Any], target: CausalLM, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.config = DecoderConfig.from_raw(config)
+        check_fits_target(self.config, target)
+        self.dtype = dtype
+        self.aux_layers = _aux_layers(config, target.num_layers)
+        hidden_size, eps = self.config.hidden_size, self.config.rms_norm_eps
+        aux_size = len(self.aux_layers) * target.hidden_size
+        self.fc = Linear(aux_size, [("fc", hidden_size)], bias=False, dtype=dtype, device=device)
+        self.rotary = RotaryEmbedding(self.config.rope, dtype=dtype, device=device)
+        first = FirstEagle3Layer(
+            self.config,
+            norm_before_residual=bool(config.get("norm_before_residual", False)),
+            dtype=dtype,
+            device=device,
+        )
+        others = [
+            DecoderLayer(self.config, index, dtype, device) for index in range(1, self.config.num_layers)
+        ]
+        self.layers = nn.ModuleList([first, *others])
+        self.norm = RMSNorm(hidden_size, eps, dtype=dtype, device=device)
+        draft_vocab_size = int(config.get("draft_vocab_size") or self.config.vocab_size)
+        self.head = TokenEmbedding(draft_vocab_size, hidden_size, dtype=dtype, device=device)
+        self.register_buffer("target_ids", torch.arange(draft_vocab_size, device=device), persistent=False)
+        self._embed = (target.embed,)  # in a tuple: the target is no part of this module
+
+    def kv_group(self, name: str) -> KVGroupSpec:
+        return llama_kv_group(name, self.config, self.dtype)
+
+    def combine(self, aux_hidden_states: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Inputs of the wanted target layers, [num_tokens, hidden_size] each -> [num_tokens, hidden_size]."""
+        output: torch.Tensor = self.fc(torch.cat(list(aux_hidden_states), dim=-1))
+        return output
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        hidden_states: torch.Tensor,
+        attention: AttentionContext,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns (normed for the head, un-normed to be fed back), [num_tokens, hidden_size] each."""
+        rotation = self.rotary(positions)
+        first = self.layers[0]
+        assert isinstance(first, FirstEagle3Layer)
+        x = first.forward_pair(self._embed[0](input_ids), hidden_states, rotation, attention)
+        for layer in list(self.layers)[1:]:
+            x = layer(x, rotation, attention)
+        return self.norm(x), x
+
+    def compute_logits(self, hidden: torch.Tensor, vocab_size: int) -> torch.Tensor:
+        """[n, hidden_size] -> [n, vocab_size] of the target; -inf for ids outside the draft vocabulary."""
+        own = self.head.logits(hidden)
+        logits = own.new_full((len(own), vocab_size), float("-inf"))
+        target_ids = self.target_ids
+        assert isinstance(target_ids, torch.Tensor)
+        return logits.index_copy_(1, target_ids, own)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Raises CheckpointError for missing, unknown or misshapen tensors, and ids outside the target."""
+        load_strict(type(self).__name__, dict(self._checkpoint_tensors()), self._without_map(weights))
+
+    def _without_map(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, weight in weights:
+            if name == "d2t":
+                self._set_target_ids(weight)
+            elif name not in IGNORED_TENSORS:
+                yield name.replace("midlayer.", "layers.0."), weight
+
+    def _set_target_ids(self, offsets: torch.Tensor) -> None:
+        own_ids = self.target_ids
+        assert isinstance(own_ids, torch.Tensor)
+        if offsets.shape != own_ids.shape:
+            raise CheckpointError(f"d2t: got shape {list(offsets.shape)}, expected {list(own_ids.shape)}")
+        target_ids = own_ids + offsets.to(own_ids.device)
+        if bool(((target_ids < 0) | (target_ids >= self.config.vocab_size)).any()):  # sync: at start-up
+            raise CheckpointError(
+                f"d2t: got ids outside the vocabulary, expected 0..{self.config.vocab_size - 1}"
+            )
+        own_ids.copy_(target_ids)
+
+    def _checkpoint_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self.fc.checkpoint_tensors("")
+        for index, layer in enumerate(self.layers):
+            assert isinstance(layer, DecoderLayer)
+            yield from layer.checkpoint_tensors(f"layers.{index}.")
+        yield from self.norm.checkpoint_tensors("norm")
+        yield from self.head.checkpoint_tensors("lm_head")
+
+
+def _aux_layers(config: dict[str, Any], num_layers: int) -> tuple[int, ...]:
+    """The layers named by the config, else those of the paper's released heads."""
+    named = config.get("eagle_aux_hidden_state_layer_ids") or (config.get("eagle_config") or {}).get(
+        "eagle_aux_hidden_state_layer_ids"
+    )
+    layers = tuple(named) if named else (2, num_layers // 2, num_layers - 3)
+    for layer in layers:
+        if not 0 <= layer < num_layers:
+            raise CheckpointError(
+                f"eagle_aux_hidden_state_layer_ids: got layer {layer}, expected 0..{num_layers - 1}"
+            )
+    return layers

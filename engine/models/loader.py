@@ -1,0 +1,112 @@
+"""From a model's name to a model with weights on the device. Knows no particular source or model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engine.checkpoint.open import open_checkpoint
+from engine.checkpoint.source import CheckpointSource, eos_token_ids
+from engine.config import DTypeName, ModelConfig
+from engine.errors import CheckpointError
+from engine.messages import LoadProgress
+from engine.models.base import CausalLM
+from engine.models.registry import MODELS
+
+_DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+DUMMY_WEIGHT_STD = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """A model that is ready to run, and what its checkpoint says beside the weights."""
+
+    model: CausalLM
+    raw_config: dict[str, Any]
+    architecture: str
+    dtype: torch.dtype
+    eos_token_ids: tuple[int, ...]  # of config.json and generation_config.json together
+    num_parameters: int
+    weight_bytes: int
+    generation_defaults: dict[str, Any]  # generation_config.json
+
+
+def load_model(
+    config: ModelConfig,
+    *,
+    device: torch.device,
+    on_progress: Callable[[LoadProgress], None] = lambda progress: None,
+) -> LoadedModel:
+    """Raises CheckpointError for whatever is wrong with the checkpoint, naming it."""
+    source = open_checkpoint(config)
+    raw_config = source.config()
+    generation_config = source.generation_config()
+    architecture = _architecture(raw_config)
+    dtype = resolve_dtype(config.dtype, raw_config, device)
+    model = MODELS.get(architecture)(raw_config, dtype, device)
+    weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    if config.load_format == "dummy":
+        _fill_randomly(model, config.seed)
+    else:
+        model.load_weights(_with_progress(source, weight_bytes, dtype, on_progress))
+    return LoadedModel(
+        model=model.eval(),
+        raw_config=raw_config,
+        architecture=architecture,
+        dtype=dtype,
+        eos_token_ids=eos_token_ids(raw_config, generation_config),
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        weight_bytes=weight_bytes,
+        generation_defaults=generation_config,
+    )
+
+
+def resolve_dtype(name: DTypeName, raw_config: Mapping[str, Any], device: torch.device) -> torch.dtype:
+    """What "auto" stands for: the checkpoint's own; if it names none, float32 on CPU, else bfloat16."""
+    if name == "auto":
+        saved = raw_config.get("dtype") or raw_config.get("torch_dtype")
+        if saved is None:
+            return torch.float32 if device.type == "cpu" else torch.bfloat16
+        name = saved
+    if name not in _DTYPES:
+        raise CheckpointError(f"dtype: got {name!r}, expected one of {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def _architecture(raw_config: Mapping[str, Any]) -> str:
+    architectures = raw_config.get("architectures")
+    if not isinstance(architectures, list) or len(architectures) != 1:
+        raise CheckpointError(f"architectures: got {architectures!r}, expected a list of one name")
+    return str(architectures[0])
+
+
+def _with_progress(
+    source: CheckpointSource,
+    weight_bytes: int,
+    dtype: torch.dtype,
+    on_progress: Callable[[LoadProgress], None],
+) -> Iterator[tuple[str, torch.Tensor]]:
+    loaded_bytes = 0
+    for name, values in source.tensors():
+        tensor = torch.as_tensor(values)
+        yield name, tensor
+        loaded_bytes += tensor.numel() * dtype.itemsize
+        on_progress(LoadProgress(phase="load", fraction=min(loaded_bytes / weight_bytes, 1.0)))
+
+
+def _fill_randomly(model: CausalLM, seed: int) -> None:
+    """Matrices ~ N(0, 0.02), vectors (norm weights and biases) one: nothing degenerate, and repeatable."""
+    for index, parameter in enumerate(model.parameters()):
+        if parameter.ndim == 1:
+            parameter.fill_(1.0)
+        else:
+            generator = torch.Generator(parameter.device).manual_seed(seed + index)
+            parameter.normal_(0.0, DUMMY_WEIGHT_STD, generator=generator)

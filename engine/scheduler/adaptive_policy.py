@@ -1,0 +1,197 @@
+"""The draft policy that serves "auto": method and k by expected tokens per second, down to no drafts at all.
+
+For a request, tokens come from its own acceptance, seconds from measured steps with as many decoding requests, as if
+all of them chose alike. A choice is kept until another is better by a margin. What is not in use is tried for single
+steps, ever more rarely while it brings nothing, so that a method can come back. Nothing here reads a clock or draws
+random numbers: the same history gives the same choices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from engine.draft_method import DraftMethod
+from engine.messages import AddRequest
+from engine.request import NO_METHOD, Request
+from engine.scheduler import not_drafted
+from engine.scheduler.acceptance import (
+    METHOD_FORGETTING,
+    METHOD_WEIGHT,
+    REQUEST_FORGETTING,
+    Acceptance,
+    expected_tokens,
+)
+from engine.scheduler.draft_policy import AUTO_METHOD, NO_DRAFTS, DraftChoice, FixedDraftPolicy
+from engine.scheduler.step_costs import StepCosts
+from engine.step import RowResult, StepPlan
+
+MARGIN = 1.03  # by how much a choice must be better to replace the current one
+REVIEW_INTERVAL = 8  # choices of a request between two looks at the alternatives
+PROBE_DRAFTS = 3  # k of a probe
+MIN_PROBE_INTERVAL = 4  # choices between two probes of a method that does well
+MAX_PROBE_INTERVAL = 256
+PLAIN = NO_METHOD  # the arm without drafts
+
+
+@dataclass(slots=True)
+class _Arm:
+    """A method, or no drafts: when it is tried although it is not chosen."""
+
+    interval: int = 2 * MIN_PROBE_INTERVAL
+    last_used: int = 0  # by the count of choices
+
+    def is_due(self, now: int) -> bool:
+        return now - self.last_used >= self.interval
+
+    def learn(self, *, is_worth_it: bool) -> None:
+        self.interval = MIN_PROBE_INTERVAL if is_worth_it else min(2 * self.interval, MAX_PROBE_INTERVAL)
+
+
+@dataclass(slots=True)
+class _RequestState:
+    choice: DraftChoice | None = None
+    num_choices: int = 0
+    acceptance: dict[str, Acceptance] = field(default_factory=dict)  # by method
+
+
+class AdaptiveDraftPolicy(FixedDraftPolicy):
+    """Requests that name a method, or none, get what they ask for; it learns from them too."""
+
+    def __init__(self, methods: Sequence[DraftMethod]) -> None:
+        super().__init__(methods)
+        # Methods without KV of their own come first: of equals they are cheaper.
+        self._candidates = sorted(methods, key=lambda method: method.kv_group is not None)
+        self._acceptance = {method.name: Acceptance(METHOD_FORGETTING) for method in methods}
+        self._arms = {name: _Arm() for name in (PLAIN, *self.methods)}
+        self._costs = StepCosts()
+        self._states: dict[Request, _RequestState] = {}
+        self._num_choices = 0
+
+    def method_of(self, message: AddRequest) -> DraftMethod | None:
+        """For "auto" the one with KV of its own, if there is one: it has to see every token."""
+        if message.speculation.method != AUTO_METHOD or message.speculation.num_speculative_tokens == 0:
+            return super().method_of(message)
+        return self._candidates[-1] if self._candidates else None
+
+    def choose(self, request: Request, num_decoding: int) -> DraftChoice:
+        if request.draft_method is None:
+            return NO_DRAFTS
+        if request.message.speculation.method != AUTO_METHOD:
+            return super().choose(request, num_decoding)
+        self._num_choices += 1
+        state = self._states.setdefault(request, _RequestState())
+        if state.choice is None or state.num_choices % REVIEW_INTERVAL == 0:
+            state.choice = self._review(request, state, max(num_decoding, 1))
+        state.num_choices += 1
+        choice = self._probe(request, state.choice) or state.choice
+        self._arms[_arm_of(choice)].last_used = self._num_choices
+        return choice
+
+    def observe_result(self, request: Request, result: RowResult) -> None:
+        method = result.draft_method
+        if method not in self._acceptance:
+            return
+        self._acceptance[method].observe(result.num_drafted, result.num_accepted)
+        state = self._states.get(request)
+        if state is None:
+            return
+        own = state.acceptance.setdefault(method, Acceptance(REQUEST_FORGETTING))
+        own.observe(result.num_drafted, result.num_accepted)
+        if state.choice is not None and method != _arm_of(state.choice):
+            is_worth_it = result.num_drafted > 0 and 2 * result.num_accepted >= result.num_drafted
+            self._arms[method].learn(is_worth_it=is_worth_it)
+
+    def observe_step(self, plan: StepPlan, seconds: float, draft_seconds: float) -> None:
+        """Steps with prefills are left out, as is the drafting of steps in which several methods draft."""
+        entries = plan.scheduled
+        if any(entry.is_prefill for entry in entries):
+            return
+        rows_per_request = plan.num_scheduled_tokens / len(entries)
+        self._costs.observe_verify(len(entries), rows_per_request, seconds - draft_seconds)
+        methods = {entry.method for entry in entries} - {NO_METHOD}
+        if len(methods) == 1:
+            k = max(entry.num_next_drafts for entry in entries)
+            self._costs.observe_draft(methods.pop(), len(entries), k, draft_seconds)
+
+    def forget(self, request: Request) -> None:
+        self._states.pop(request, None)
+
+    def _max_drafts(self, name: str) -> int:
+        if name == AUTO_METHOD:
+            return max((method.max_drafts for method in self.methods.values()), default=0)
+        return super()._max_drafts(name)
+
+    def _name(self, message: AddRequest) -> str:
+        return AUTO_METHOD if message.speculation.method == AUTO_METHOD else super()._name(message)
+
+    # ---- "auto" --------------------------------------------------------------------------------------------
+
+    def _review(self, request: Request, state: _RequestState, num_decoding: int) -> DraftChoice:
+        """The fastest choice; the current one while none is faster by the margin."""
+        usable = self._usable(request)
+        best = current = state.choice or DraftChoice(usable[0].name, _cap(request, usable[0]))
+        best_speed = self._speed(state, current, num_decoding) * MARGIN
+        if best_speed == 0.0:  # nothing is measured yet
+            return current
+        for choice in self._alternatives(request, usable):
+            speed = self._speed(state, choice, num_decoding)
+            if speed > best_speed:
+                best, best_speed = choice, speed
+        return best
+
+    def _alternatives(self, request: Request, usable: Sequence[DraftMethod]) -> list[DraftChoice]:
+        drafting = [
+            DraftChoice(method.name, k) for method in usable for k in range(1, _cap(request, method) + 1)
+        ]
+        return [_plain(request), *drafting]
+
+    def _speed(self, state: _RequestState, choice: DraftChoice, num_decoding: int) -> float:
+        """Expected tokens per second and request; 0 while the costs are not known."""
+        found, tokens = 0.0, 1.0
+        if choice.k > 0:
+            overall = self._acceptance[choice.method]
+            rate, found = overall.rate(), overall.found()
+            if choice.method in state.acceptance:
+                own = state.acceptance[choice.method]
+                rate, found = own.rate(rate, METHOD_WEIGHT), own.found(found, METHOD_WEIGHT)
+            tokens += found * (expected_tokens(rate, choice.k) - 1.0)
+        verify = self._costs.verify(num_decoding, 1.0 + found * choice.k)
+        if verify is None:
+            return 0.0
+        return tokens / (verify + self._costs.draft(choice.method, num_decoding, choice.k))
+
+    def _probe(self, request: Request, choice: DraftChoice) -> DraftChoice | None:
+        """Something else for one step, when its turn has come."""
+        for name, arm in self._arms.items():
+            if name == _arm_of(choice) or not arm.is_due(self._num_choices):
+                continue
+            if name == PLAIN:
+                arm.learn(is_worth_it=False)  # it only measures the plain step
+                return _plain(request)
+            method = self.methods[name]
+            if method in self._usable(request):
+                return DraftChoice(name, min(PROBE_DRAFTS, _cap(request, method)))
+        return None
+
+    def _usable(self, request: Request) -> list[DraftMethod]:
+        """Methods without KV of their own, and the one that has seen all of the request."""
+        return [
+            method for method in self._candidates if method.kv_group is None or method is request.draft_method
+        ]
+
+
+def _arm_of(choice: DraftChoice) -> str:
+    return choice.method if choice.k > 0 else PLAIN
+
+
+def _plain(request: Request) -> DraftChoice:
+    """No drafts; a method with KV of its own keeps up, so that it can come back."""
+    own = request.draft_method
+    keeps_up = own is not None and own.kv_group is not None
+    return DraftChoice(own.name if own is not None and keeps_up else NO_METHOD, 0, not_drafted.K_ZERO)
+
+
+def _cap(request: Request, method: DraftMethod) -> int:
+    k = request.message.speculation.num_speculative_tokens
+    return method.max_drafts if k is None else min(k, method.max_drafts)

@@ -1,0 +1,304 @@
+"""Fills one step: decodes first, then prefill chunks, then new admissions, within the token budget and the
+blocks.
+
+Order everywhere is (priority, arrival). Nobody starves: within a priority the head of the queue is never
+overtaken, decodes that did not fit go first in the next step, and prefill work has a share of every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.config import SchedulerConfig
+from engine.draft_method import DraftMethod
+from engine.request import NO_METHOD, Request, RequestStatus
+from engine.scheduler import not_drafted
+from engine.scheduler.chunk_policy import MIN_CHUNK, ChunkPolicy
+from engine.scheduler.draft_policy import DraftChoice, DraftPolicy
+from engine.scheduler.host_drafts import HostDrafts
+from engine.scheduler.plan_builder import PlanBuilder
+from engine.scheduler.running_set import RunningSet
+from engine.scheduler.waiting_queue import WaitingQueue
+from engine.step import BlockTableUpdate
+
+WATERMARK = 0.01  # share of the blocks that an admission leaves to the growth of running requests
+
+
+class StepPlanner:
+    """Moves requests between the waiting queue and the running set; nobody else admits or preempts."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        waiting: WaitingQueue,
+        running: RunningSet,
+        draft_policy: DraftPolicy,
+        chunk_policy: ChunkPolicy,
+        host_drafts: HostDrafts,
+        max_drafts: int,
+    ) -> None:
+        self._budget = config.max_num_batched_tokens
+        self._max_chunk = config.max_prefill_chunk or config.max_num_batched_tokens
+        self._waiting = waiting
+        self._running = running
+        self._kv = running.kv
+        self._draft_policy = draft_policy
+        self._chunk_policy = chunk_policy
+        self._host_drafts = host_drafts
+        self._num_decoding = 0
+        self._max_drafts = max_drafts
+        self._watermark = max(1, int(WATERMARK * self._kv.num_blocks))
+        self._last_served = (0, -1)  # order of the last decode served when not all fitted
+        self.num_preemptions = 0
+
+    def plan(self, step: int) -> PlanBuilder:
+        """The step, possibly empty. Counters of the requests in it include it already."""
+        builder = PlanBuilder(step, self._budget)
+        self._preempt_for_priority()
+        has_room = self._add_decodes(builder)
+        self._add_prefills(builder, may_admit=has_room)
+        return builder
+
+    # ---- decodes -------------------------------------------------------------------------------------------
+
+    def _add_decodes(self, builder: PlanBuilder) -> bool:
+        """False when a request could not grow: nobody is admitted then, so that it gets the next blocks."""
+        # Those that steps in flight do not finish for certain.
+        decodes = [
+            request
+            for request in self._running
+            if request.num_prefill_tokens_left <= 0 and request.num_usable_drafts >= 0
+        ]
+        self._num_decoding = len(decodes)
+        decodes = [request for request in decodes if not self._waits_for_host_drafts(request)]
+        budget = self._budget - self._prefill_share()
+        has_room = True
+        for _ in range(-(-len(decodes) // budget)):
+            has_room = self._add_turn(builder, self._next_turn(decodes, budget), budget)
+            if builder.scheduled:  # else all of this turn wait for blocks that others hold
+                break
+        return has_room
+
+    def _prefill_share(self) -> int:
+        """Tokens of the budget that decodes leave to prefills."""
+        can_admit = len(self._waiting) > 0 and self._running.rows.num_free > 0
+        if can_admit or any(request.num_prefill_tokens_left > 0 for request in self._running):
+            return min(MIN_CHUNK, self._budget // 2)
+        return 0
+
+    def _next_turn(self, decodes: list[Request], max_count: int) -> list[Request]:
+        """All of them, or, round robin, as many as fit, in running order."""
+        if len(decodes) <= max_count:
+            return decodes
+        turn = [request for request in decodes if request.order > self._last_served]
+        turn = (turn + decodes)[:max_count]
+        self._last_served = turn[-1].order
+        return sorted(turn, key=lambda request: request.order)
+
+    def _add_turn(self, builder: PlanBuilder, decodes: list[Request], budget: int) -> bool:
+        """In running order: whoever is preempted is not in the plan yet. False: one could not grow."""
+        num_spare_tokens = budget - len(decodes)  # for drafts
+        has_room = True
+        for request in decodes:
+            if request.status is not RequestStatus.RUNNING:  # preempted for one before it
+                continue
+            num_offered = self._num_offered_drafts(request)
+            num_drafts = min(num_offered, request.num_usable_drafts, num_spare_tokens)
+            updates: Sequence[BlockTableUpdate] | None = ()
+            if _num_slots_needed(request, num_drafts) > self._kv.num_slots(request):
+                num_drafts, updates = self._grow(request, num_drafts)
+            if updates is None:
+                has_room = False
+                continue
+            num_spare_tokens -= num_drafts
+            reason = not_drafted.LIMIT if num_drafts < num_offered else request.no_drafts_reason
+            drafts = self._choose_drafts(request, 1 + num_drafts)
+            keeps_up = _who_keeps_up(request, drafts.method, 1 + num_drafts)
+            builder.add_decode(
+                request,
+                num_drafts,
+                drafts,
+                keeps_up=keeps_up,
+                no_drafts_reason="" if num_drafts else reason,
+                updates=updates,
+            )
+        return has_room
+
+    def _waits_for_host_drafts(self, request: Request) -> bool:
+        return request.num_in_flight_steps > 0 and self._host_drafts.makes(request.next_method)
+
+    def _num_offered_drafts(self, request: Request) -> int:
+        """Verification rows worth planning: as many as there are drafts, where that is known. While a step is in
+        flight it is not; after a step without drafts they are not expected, but asked for again.
+        """
+        if self._host_drafts.makes(request.next_method):
+            return len(request.host_drafts)
+        num_asked, num_known = request.num_next_drafts, request.num_known_drafts
+        if num_known is None or (num_known > 0 and request.num_in_flight_steps > 0):
+            return num_asked
+        return min(num_asked, num_known)
+
+    def _grow(self, request: Request, num_drafts: int) -> tuple[int, Sequence[BlockTableUpdate] | None]:
+        """Slots for the next token and its drafts. Returns how many drafts may stay, and the updates; None
+        when the request has to wait for blocks.
+
+        For the token those served after it are preempted, for drafts nobody. It never gives up its own
+        blocks: whoever is served before it will take them.
+        """
+        num_slots = _num_slots_needed(request, num_drafts)
+        if max(self._kv.growth_shortage(request, num_slots)) <= 0:
+            return num_drafts, self._kv.grow(request, num_slots)
+        num_slots = request.max_num_computed_tokens + 1
+        num_fitting = self._kv.num_slots(request) - num_slots
+        if num_fitting >= 0:
+            return min(num_drafts, num_fitting), ()
+        while max(shortage := self._kv.growth_shortage(request, num_slots)) > 0:
+            if _covers(self._kv.num_fenced_blocks(), shortage) or self._running.last() is request:
+                return 0, None
+            self._preempt(self._running.last())
+        return 0, self._kv.grow(request, num_slots)
+
+    def _choose_drafts(self, request: Request, num_tokens: int) -> DraftChoice:
+        """Before the request's next step, of `num_tokens`, is added to the plan."""
+        choice = self._draft_policy.choose(request, self._num_decoding)
+        method = self._draft_policy.methods.get(choice.method)
+        if method is not None:
+            num_left = _drafter_room(method, request, num_tokens)
+            if num_left <= 0:
+                return DraftChoice(NO_METHOD, 0, not_drafted.DRAFTER_LIMIT)
+            choice = choice._replace(k=min(choice.k, num_left))
+        num_usable = min(request.num_usable_drafts - 1, self._max_drafts)
+        if request.num_lookahead_slots > 0:
+            # What the drafter writes behind the step's tokens needs slots, up to the request's limit.
+            num_slots = self._kv.num_slots(request)
+            if num_slots < request.token_limit:
+                num_usable = min(num_usable, num_slots - request.max_num_computed_tokens - num_tokens)
+        if choice.k > 0 and num_usable <= 0:
+            return DraftChoice(choice.method, 0, not_drafted.LIMIT)
+        return choice._replace(k=min(choice.k, max(num_usable, 0)))
+
+    # ---- prefills ------------------------------------------------------------------------------------------
+
+    def _add_prefills(self, builder: PlanBuilder, *, may_admit: bool) -> None:
+        allowance = builder.budget
+        if builder.scheduled:
+            allowance = self._chunk_policy.max_prefill_tokens(allowance)
+        for request in [request for request in self._running if request.num_prefill_tokens_left > 0]:
+            if may_admit:
+                allowance = self._admit(builder, allowance, before_priority=request.priority)
+            allowance = self._add_chunk(builder, request, allowance)
+        if may_admit:
+            self._admit(builder, allowance)
+
+    def _add_chunk(self, builder: PlanBuilder, request: Request, allowance: int) -> int:
+        """Returns what is left of the allowance."""
+        num_tokens = self._chunk_size(builder, request.num_prefill_tokens_left, allowance)
+        if num_tokens == 0:
+            return 0
+        is_last = num_tokens == request.num_prefill_tokens_left
+        drafts = self._choose_drafts(request, num_tokens)
+        keeps_up = _who_keeps_up(request, drafts.method, num_tokens)
+        builder.add_chunk(request, num_tokens, drafts if is_last else drafts._replace(k=0), keeps_up)
+        return allowance - num_tokens
+
+    def _chunk_size(self, builder: PlanBuilder, num_tokens_left: int, allowance: int) -> int:
+        """0: what is left is not worth a chunk. The first chunk of a step takes what there is."""
+        wanted = min(num_tokens_left, self._max_chunk)
+        if allowance < min(wanted, MIN_CHUNK) and builder.has_chunks:
+            return 0
+        return min(wanted, allowance)
+
+    def _admit(self, builder: PlanBuilder, allowance: int, *, before_priority: int | None = None) -> int:
+        """Admit heads of the queue (of higher priority than `before_priority`) while they fit, each with its
+        first chunk. Returns what is left of the allowance.
+        """
+        while allowance > 0 and self._running.rows.num_free > 0:
+            head = self._waiting.head()
+            # A preempted request resumes only when its steps in flight are collected: its last token is known
+            # then.
+            if head is None or head.num_in_flight_steps > 0:
+                break
+            if before_priority is not None and head.priority >= before_priority:
+                break
+            num_hit_blocks = self._kv.find_hit(head)
+            num_tokens_left = len(head.token_ids) - num_hit_blocks * self._kv.block_size
+            if self._chunk_size(builder, num_tokens_left, allowance) == 0:
+                break
+            reserve = self._watermark if len(self._running) > 0 else 0
+            if max(self._kv.start_shortage(head, num_hit_blocks, reserve)) > 0:
+                break
+            self._waiting.remove(head)
+            updates = self._running.admit(head, num_hit_blocks)
+            if head.num_preemptions == 0:
+                head.num_cached_tokens = head.num_computed_tokens
+            builder.add_row(head, updates)
+            allowance = self._add_chunk(builder, head, allowance)
+        return allowance
+
+    # ---- preemption ----------------------------------------------------------------------------------------
+
+    def _preempt_for_priority(self) -> None:
+        """Make the room that the head of the queue lacks by preempting requests of strictly lower priority,
+        from the last on; nobody is preempted when even that would not be enough.
+        """
+        head = self._waiting.head()
+        if head is None or head.num_in_flight_steps > 0 or len(self._running) == 0:
+            return
+        if self._running.last().priority <= head.priority:
+            return
+        rows = self._running.rows
+        num_rows_short = 1 - rows.num_free - rows.num_fenced
+        shortage = self._kv.start_shortage(head, self._kv.find_hit(head), self._watermark)
+        shortage = _minus(shortage, self._kv.num_fenced_blocks())
+        victims: list[Request] = []
+        for candidate in reversed(self._running):
+            if num_rows_short <= 0 and max(shortage) <= 0:
+                break
+            if candidate.priority <= head.priority:
+                return
+            victims.append(candidate)
+            num_rows_short -= 1
+            shortage = _minus(shortage, self._kv.num_sole_blocks(candidate))
+        if num_rows_short <= 0 and max(shortage) <= 0:
+            for victim in victims:
+                self._preempt(victim)
+
+    def _preempt(self, victim: Request) -> None:
+        """Back to waiting; it resumes as a prefill over prompt and output. Results in flight still count."""
+        self._running.remove(victim, RequestStatus.WAITING)
+        victim.num_preemptions += 1
+        self.num_preemptions += 1
+        self._waiting.push(victim)
+
+
+def _drafter_room(method: DraftMethod, request: Request, num_tokens: int) -> int:
+    """Drafts for which the drafter's own context has room behind a step of `num_tokens`; 0 or less: it has none for
+    the step itself, or nothing behind it.
+    """
+    if method.max_context is None:
+        return method.max_drafts
+    return method.max_context - request.max_num_computed_tokens - num_tokens
+
+
+def _who_keeps_up(request: Request, drafting: str, num_tokens: int) -> str:
+    """The request's method with KV of its own, if it has to see the step of `num_tokens` although another drafts."""
+    own = request.draft_method
+    if own is None or own.kv_group is None or own.name == drafting:
+        return NO_METHOD
+    return own.name if _drafter_room(own, request, num_tokens) > 0 else NO_METHOD
+
+
+def _num_slots_needed(request: Request, num_drafts: int) -> int:
+    """If all that is in flight is accepted, with what the drafter writes then. Behind the token limit nothing
+    is stored.
+    """
+    num_slots = request.max_num_computed_tokens + 1 + num_drafts + request.num_lookahead_slots
+    return min(num_slots, request.token_limit)
+
+
+def _covers(supply: Sequence[int], demand: Sequence[int]) -> bool:
+    return all(have >= need for have, need in zip(supply, demand, strict=True))
+
+
+def _minus(left: Sequence[int], right: Sequence[int]) -> list[int]:
+    return [a - b for a, b in zip(left, right, strict=True)]

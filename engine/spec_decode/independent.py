@@ -1,0 +1,45 @@
+"""An independent draft model: any registered model with the target's vocabulary, decoding k steps by itself.
+
+Leviathan et al. 2022 (arXiv:2211.17192); verification is ours (engine/sampling/verifier.py).
+"""
+
+from __future__ import annotations
+
+import msgspec
+import torch
+
+from engine.attention.backend import AttentionContext
+from engine.kv_spec import KVGroupSpec
+from engine.models.base import CausalLM
+from engine.spec_decode.autoregressive import AutoRegressiveSpeculator
+from engine.spec_decode.draft_sampling import DraftSampler
+from engine.spec_decode.speculator import ProposalInputs, SpeculatorNeeds
+
+
+class IndependentDraftSpeculator(AutoRegressiveSpeculator):
+    """The draft prefill only fills the cache; every draft costs one step of the loop."""
+
+    needs = SpeculatorNeeds(draft_kv="own", catch_up="tokens", first_draft_from_prefill=False)
+
+    def __init__(self, model: CausalLM) -> None:
+        self._model = model
+        self.max_context = model.max_position_embeddings
+        self.max_position_embeddings = model.max_position_embeddings
+        self._sampler = DraftSampler()
+
+    def kv_groups(self) -> tuple[KVGroupSpec, ...]:
+        (group,) = self._model.kv_groups()
+        return (msgspec.structs.replace(group, name="draft_model"),)
+
+    def draft_forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        hidden_states: torch.Tensor,
+        attention: AttentionContext,
+    ) -> torch.Tensor:
+        output: torch.Tensor = self._model(input_ids, positions, attention)
+        return output
+
+    def sample_draft(self, hidden: torch.Tensor, inputs: ProposalInputs, positions: torch.Tensor) -> torch.Tensor:
+        return self._sampler.draw(self._model.compute_logits(hidden), inputs, positions)

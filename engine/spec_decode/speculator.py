@@ -1,0 +1,137 @@
+"""The speculator contracts: what a draft method says of itself, what it may see, what it returns.
+
+Nothing here knows a method by name. A speculator proposes on the device, without a host sync; its drafts never decide
+the text (engine/sampling/verifier.py does), so a wrong draft costs time and nothing else.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.attention.backend import AttentionBackend
+from engine.attention.metadata import AttentionInputs, LayerKVCache
+from engine.batch.block_tables import BlockTables
+from engine.batch.buffers import to_device
+from engine.batch.request_rows import RequestRows
+from engine.kv_spec import KVGroupSpec
+from engine.sampling.draft_distributions import DraftDistributions
+from engine.sampling.states import SamplingStates
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculatorNeeds:
+    """Capabilities, asked for by the runner and the scheduler instead of a method's name."""
+
+    hidden: Literal["none", "last", "all"] = "none"  # rows of the target's final hidden states
+    aux_layers: tuple[int, ...] = ()  # target layers whose inputs are wanted
+    draft_kv: Literal["none", "target", "own"] = "none"
+    catch_up: Literal["nothing", "tokens", "hidden"] = "nothing"  # what rows need of steps without drafts
+    first_draft_from_prefill: bool = True  # draft step 0 yields the first draft; else the loop runs k steps
+    lookahead_slots: int = 0  # KV slots that k drafts write beyond the confirmed tokens, less k
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProposalInputs:
+    """The step that was just verified, seen from a drafter. Requests in batch order."""
+
+    row_list: list[int]  # request rows, on the host
+    methods: list[str]  # the draft method of each request
+    wanted: list[int]  # k wanted of it, on the host; 0: only keep up with the target
+    rows: torch.Tensor  # [num_reqs] int64
+    attention: AttentionInputs  # the step's tokens; block tables and slots of every KV group
+    request_rows: RequestRows  # updated: history and counts include this step's tokens
+    states: SamplingStates
+    hidden_states: torch.Tensor  # [num_tokens, hidden_size], after the target's final norm
+    aux_hidden_states: Mapping[int, torch.Tensor]  # target layer -> its input, [num_tokens, hidden_size]
+    num_sampled: torch.Tensor  # [num_reqs] int64; tokens emitted, 0 for an unfinished prefill
+    num_rejected: torch.Tensor  # [num_reqs] int64; scheduled tokens whose KV is void
+    draft_distributions: DraftDistributions | None = None
+    """Given when drafts must be drawn with noise of their own, and what they were drawn from recorded here."""
+
+    @property
+    def num_reqs(self) -> int:
+        return len(self.row_list)
+
+    @property
+    def last_row_indices(self) -> torch.Tensor:
+        """[num_reqs] int64: the token of each request whose KV is the last valid one.
+
+        Example: 4 scheduled tokens from token index 10 on, 1 rejected: 10 + 4 - 1 - 1 = 12.
+        """
+        return self.attention.query_start_loc[1:].to(torch.int64) - self.num_rejected - 1
+
+    def num_speculative_tokens(self) -> torch.Tensor:
+        """[num_reqs] int64: k wanted; 0 for requests that have not emitted a token yet."""
+        wanted = to_device(np.array(self.wanted, dtype=np.int64), self.rows.device)
+        return torch.where(self.num_sampled > 0, wanted, 0)
+
+    def select(self, requests: list[int]) -> ProposalInputs:
+        """The same for some of the requests, by ascending batch index; this object itself for all of them."""
+        if len(requests) == self.num_reqs:
+            return self
+        index = to_device(np.array(requests, dtype=np.int64), self.rows.device)
+        tokens = to_device(_token_indices(self.attention.query_lens, requests), self.rows.device)
+        return replace(
+            self,
+            row_list=[self.row_list[request] for request in requests],
+            methods=[self.methods[request] for request in requests],
+            wanted=[self.wanted[request] for request in requests],
+            rows=self.rows[index],
+            attention=self.attention.select(requests, index, tokens),
+            hidden_states=self.hidden_states[tokens],
+            aux_hidden_states={layer: aux[tokens] for layer, aux in self.aux_hidden_states.items()},
+            num_sampled=self.num_sampled[index],
+            num_rejected=self.num_rejected[index],
+        )
+
+
+@dataclass(frozen=True)
+class DraftTokens:
+    """Proposals for the next verification."""
+
+    token_ids: torch.Tensor  # [num_reqs, k] int64; -1 where there is none
+    num_draft_tokens: torch.Tensor  # [num_reqs] int64
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftContext:
+    """What the engine lends a draft model once the KV cache exists."""
+
+    backend: AttentionBackend
+    block_tables: BlockTables
+    group_index: int  # of the drafter's own KV group among all groups
+    group: KVGroupSpec
+    caches: Mapping[int, LayerKVCache]  # by the drafter's own layer index
+
+
+class BaseSpeculator(ABC):
+    """A draft method."""
+
+    needs: SpeculatorNeeds = SpeculatorNeeds()
+    max_context: int | None = None  # tokens of context that it can draft in; None: as many as the target
+
+    @abstractmethod
+    def propose(self, inputs: ProposalInputs) -> DraftTokens:
+        """Draft for the active rows. Rows without a proposal get num_draft_tokens 0."""
+
+    def kv_groups(self) -> Sequence[KVGroupSpec]:
+        """KV groups of its own, with the drafter's own layer indices."""
+        return ()
+
+
+def no_drafts(inputs: ProposalInputs) -> DraftTokens:
+    """Drafts of width 0 for every row."""
+    return DraftTokens(inputs.num_sampled.new_empty(inputs.num_reqs, 0), torch.zeros_like(inputs.num_sampled))
+
+
+def _token_indices(query_lens: list[int], requests: list[int]) -> npt.NDArray[np.int64]:
+    """Tokens of some requests. Example: query_lens [3, 2, 2], requests [0, 2] -> [0, 1, 2, 5, 6]."""
+    starts = np.concatenate(([0], np.cumsum(query_lens)))
+    return np.concatenate([np.arange(starts[request], starts[request + 1]) for request in requests])

@@ -1,0 +1,130 @@
+"""The loaded speculators: runs each on the requests that use it, and is the only writer of draft tokens.
+
+It is also where a drafter's faults end. A method that raises, or that returns something else than drafts, leaves its
+requests without drafts for one step; the target's tokens and the drafts of other methods are not touched. Drafts that
+are no tokens are dropped with what follows them. A method with KV of its own may have lost entries when it raised:
+its later drafts for these tokens, also through prefix hits, may be worse, and the text stays what it is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from engine.batch.buffers import to_device
+from engine.spec_decode.null import NullSpeculator
+from engine.spec_decode.speculator import BaseSpeculator, DraftTokens, ProposalInputs, SpeculatorNeeds
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class CheckedDrafts(DraftTokens):
+    """Drafts that are tokens, and what went wrong."""
+
+    is_bad: torch.Tensor  # [num_reqs] bool; a draft that was proposed, and wanted, is no token
+    has_failed: list[bool]  # the request's method raised
+
+
+class SpeculatorSet(BaseSpeculator):
+    """Speculators by method name. Requests of no loaded method get the null speculator's drafts: none."""
+
+    def __init__(self, speculators: Mapping[str, BaseSpeculator], vocab_size: int) -> None:
+        self._speculators = dict(speculators)
+        self._null = NullSpeculator()
+        self._vocab_size = vocab_size
+        self.num_failures: Counter[tuple[str, str]] = Counter()  # (method, class of the exception) -> steps
+        layers = {layer for speculator in speculators.values() for layer in speculator.needs.aux_layers}
+        self.needs = SpeculatorNeeds(aux_layers=tuple(sorted(layers)))
+
+    def propose(self, inputs: ProposalInputs, keeps_up: Sequence[str] = ()) -> CheckedDrafts:
+        """Draft for the next step; the drafts also stand in the rows, behind the confirmed tokens.
+
+        `keeps_up`: per request, a method that shall see the step without drafting, beside the one that drafts.
+        """
+        if inputs.draft_distributions is not None:
+            inputs.draft_distributions.clear(inputs.rows)
+        drafts = self._check(inputs, self._null.propose(inputs))
+        for method, speculator in self._speculators.items():
+            followed = [index for index, name in enumerate(keeps_up) if name == method]
+            if followed:
+                silent = replace(inputs.select(followed), wanted=[0] * len(followed))
+                self._propose_safely(method, speculator, silent)
+            requests = [index for index, name in enumerate(inputs.methods) if name == method]
+            if requests:
+                own = self._propose_safely(method, speculator, inputs.select(requests))
+                drafts = _insert(drafts, requests, own)
+        self._write(inputs, drafts)
+        return drafts
+
+    def _propose_safely(
+        self, method: str, speculator: BaseSpeculator, inputs: ProposalInputs
+    ) -> CheckedDrafts:
+        try:
+            return self._check(inputs, speculator.propose(inputs))
+        except Exception as error:  # a drafter's fault must not cost the target's tokens of this step
+            kind = (method, type(error).__name__)
+            self.num_failures[kind] += 1
+            if self.num_failures[kind] == 1:
+                logger.exception(
+                    "draft method %s failed; its requests go on without drafts in such steps. "
+                    "Logged once per kind of exception",
+                    method,
+                )
+            nothing = self._check(inputs, self._null.propose(inputs))
+            return CheckedDrafts(
+                nothing.token_ids, nothing.num_draft_tokens, nothing.is_bad, [True] * inputs.num_reqs
+            )
+
+    def _check(self, inputs: ProposalInputs, drafts: DraftTokens) -> CheckedDrafts:
+        """Keep the leading drafts that are token ids, at most as many as wanted; -1 elsewhere.
+
+        Raises ValueError when there is not one row of drafts per request.
+        """
+        token_ids, num_reqs = drafts.token_ids, inputs.num_reqs
+        if token_ids.shape[:-1] != (num_reqs,) or drafts.num_draft_tokens.shape != (num_reqs,):
+            raise ValueError(
+                f"got drafts of shape {tuple(token_ids.shape)} and counts of shape "
+                f"{tuple(drafts.num_draft_tokens.shape)}, expected [{num_reqs}, k] and [{num_reqs}]"
+            )
+        steps = torch.arange(token_ids.shape[1], device=token_ids.device)
+        wanted = torch.minimum(drafts.num_draft_tokens, inputs.num_speculative_tokens())
+        valid = (token_ids >= 0) & (token_ids < self._vocab_size) & (steps < wanted[:, None])
+        valid = valid.cumprod(dim=1).bool()
+        num_valid = valid.sum(dim=1)
+        return CheckedDrafts(
+            torch.where(valid, token_ids, -1), num_valid, num_valid < wanted, [False] * num_reqs
+        )
+
+    @staticmethod
+    def _write(inputs: ProposalInputs, drafts: DraftTokens) -> None:
+        rows = inputs.request_rows
+        rows.num_drafts[inputs.rows] = drafts.num_draft_tokens.to(torch.int32)
+        if drafts.token_ids.shape[1] > 0:
+            first = rows.num_tokens[inputs.rows].to(torch.int64)
+            rows.write_tokens(inputs.rows, first, drafts.token_ids, drafts.num_draft_tokens)
+
+
+def _insert(drafts: CheckedDrafts, requests: list[int], own: CheckedDrafts) -> CheckedDrafts:
+    """Put one method's drafts at its requests. Widths may differ."""
+    index = to_device(np.array(requests, dtype=np.int64), own.token_ids.device)
+    width = max(drafts.token_ids.shape[1], own.token_ids.shape[1])
+    has_failed = list(drafts.has_failed)
+    for request, failed in zip(requests, own.has_failed, strict=True):
+        has_failed[request] = failed
+    return CheckedDrafts(
+        _pad(drafts.token_ids, width).index_copy(0, index, _pad(own.token_ids, width)),
+        drafts.num_draft_tokens.index_copy(0, index, own.num_draft_tokens),
+        drafts.is_bad.index_copy(0, index, own.is_bad),
+        has_failed,
+    )
+
+
+def _pad(token_ids: torch.Tensor, width: int) -> torch.Tensor:
+    return F.pad(token_ids, (0, width - token_ids.shape[1]), value=-1)

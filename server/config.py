@@ -1,0 +1,212 @@
+"""The server's configuration: flags, environment (SLIPSTREAM_*), a TOML or YAML file, defaults; first wins.
+
+One model describes all of it: the flags of `slipstream serve` with their help are made from its fields
+(server/cli/serve.py), and what concerns the engine is composed into an EngineConfig.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BeforeValidator, ByteSize, Field, ValidationError
+from pydantic_settings import (
+    BaseSettings,
+    InitSettingsSource,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+
+from engine.config import (
+    CacheConfig,
+    DTypeName,
+    EngineConfig,
+    SchedulerConfig,
+    SpeculatorConfig,
+    describe_validation_error,
+    engine_config,
+)
+from engine.errors import ConfigError
+from server.logs import LogFormat, LogLevel
+
+ENV_PREFIX = "SLIPSTREAM_"
+_CACHE = CacheConfig()
+_SCHEDULER = SchedulerConfig()
+
+
+def _option(default: Any, help_text: str, group: str, **bounds: Any) -> Any:
+    """A field that is also a flag; `group` is its panel in the help."""
+    return Field(default, description=help_text, json_schema_extra={"group": group}, **bounds)
+
+
+def parse_speculator(text: object) -> object:
+    """`METHOD,model=PATH,k=N,...` as fields of a SpeculatorConfig; other keys are the method's options."""
+    if not isinstance(text, str):
+        return text
+    method, *pairs = (part.strip() for part in text.split(","))
+    fields: dict[str, Any] = {"method": method, "options": {}}
+    for pair in pairs:
+        key, separator, value = pair.partition("=")
+        if not method or not separator:
+            raise ValueError("expected METHOD,key=value,... such as ngram,k=4")
+        (fields if key in ("model", "k") else fields["options"])[key] = value
+    return fields
+
+
+def _split_speculators(value: object) -> object:
+    """The environment has one string: specifications separated by semicolons."""
+    if isinstance(value, str):
+        value = [part for part in value.split(";") if part]
+    return [parse_speculator(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+Speculators = Annotated[tuple[SpeculatorConfig, ...], NoDecode, BeforeValidator(_split_speculators)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+
+
+class ServerConfig(BaseSettings):
+    """A field is a flag (`--max-num-seqs`), a variable (`SLIPSTREAM_MAX_NUM_SEQS`) and a key of the file."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX, frozen=True, extra="forbid", protected_namespaces=()
+    )
+
+    model: str = _option("", "Directory, .gguf file or hub id of the model to serve. Required.", "Model")
+    served_model_name: str = _option("", "Name that clients use. Empty: the last part of --model.", "Model")
+    tokenizer: str | None = _option(
+        None, "Directory or hub id of the tokenizer, if not with the model.", "Model"
+    )
+    revision: str | None = _option(None, "Revision on the hub.", "Model")
+    load_format: Literal["auto", "safetensors", "gguf", "dummy"] = _option(
+        "auto", "How to read the weights: auto, safetensors, gguf; dummy draws random ones.", "Model"
+    )
+    dtype: DTypeName = _option("auto", "auto, float32, bfloat16, float16 or float64.", "Model")
+    max_model_len: int | None = _option(
+        None, "Tokens of prompt and output. Default: the model's limit.", "Model"
+    )
+    seed: int = _option(0, "Seed of dummy weights.", "Model")
+
+    device: str = _option("auto", "auto, cpu, cuda or cuda:N.", "Engine")
+    num_threads: int | None = _option(None, "CPU threads of the engine. Default: torch's choice.", "Engine")
+    block_size: int = _option(_CACHE.block_size, "Tokens of a KV cache block.", "Engine")
+    kv_cache_memory: ByteSize | None = _option(
+        None, "Size of the KV cache, such as 2GiB. Default: a share of what is free.", "Engine"
+    )
+    prefix_cache: bool = _option(_CACHE.enable_prefix_cache, "Keep computed prompts for reuse.", "Engine")
+    max_num_seqs: int = _option(_SCHEDULER.max_num_seqs, "Requests that run at once.", "Engine")
+    max_num_batched_tokens: int = _option(_SCHEDULER.max_num_batched_tokens, "Tokens of one step.", "Engine")
+    max_waiting: int = _option(
+        _SCHEDULER.max_waiting, "Requests in the queue; more are RESOURCE_EXHAUSTED.", "Engine"
+    )
+    max_steps_in_flight: int | None = _option(
+        None, "1 or 2. Default: 2 where the device runs by itself, else 1.", "Engine"
+    )
+    speculators: Speculators = _option(
+        (), "Draft method to load, METHOD,model=PATH,k=N (such as ngram,k=4); may be repeated.", "Engine"
+    )
+
+    host: str = _option("127.0.0.1", "Address to listen on; 0.0.0.0 for all.", "Service")
+    port: Port = _option(50051, "Port of the gRPC service; 0 picks a free one.", "Service")
+    metrics_port: Port = _option(9090, "Port of the Prometheus endpoint; 0 is off.", "Service")
+    max_message_bytes: ByteSize = _option(
+        ByteSize(16 * 2**20),
+        "Largest request message, such as 16MiB; larger is RESOURCE_EXHAUSTED.",
+        "Service",
+        ge=1,
+    )
+    slow_reader_timeout: float = _option(
+        60.0, "Seconds that a client may leave its stream unread before it is ended.", "Service", gt=0
+    )
+    drain_delay: float = _option(
+        0.0,
+        "Seconds after SIGTERM in which new requests are still accepted (health is NOT_SERVING).",
+        "Service",
+        ge=0,
+    )
+    grace: float = _option(30.0, "Seconds after that in which running streams may finish.", "Service", ge=0)
+    log_level: LogLevel = _option("info", "debug, info, warning or error.", "Service")
+    log_format: LogFormat = _option("console", "console for people, json for machines.", "Service")
+
+    @property
+    def engine(self) -> EngineConfig:
+        """Raises ConfigError when a value is out of the engine's bounds."""
+        return engine_config(
+            model={
+                "model": self.model,
+                "served_name": self.served_model_name,
+                "revision": self.revision,
+                "tokenizer": self.tokenizer,
+                "load_format": self.load_format,
+                "dtype": self.dtype,
+                "seed": self.seed,
+            },
+            cache={
+                "block_size": self.block_size,
+                "kv_cache_bytes": None if self.kv_cache_memory is None else int(self.kv_cache_memory),
+                "enable_prefix_cache": self.prefix_cache,
+            },
+            scheduler={
+                "max_num_seqs": self.max_num_seqs,
+                "max_num_batched_tokens": self.max_num_batched_tokens,
+                "max_waiting": self.max_waiting,
+            },
+            speculators=self.speculators,
+            device=self.device,
+            max_model_len=self.max_model_len,
+            max_steps_in_flight=self.max_steps_in_flight,
+            num_threads=self.num_threads,
+        )
+
+
+def load_config(flags: dict[str, Any], file: Path | None = None) -> ServerConfig:
+    """`flags` holds what was given on the command line. Raises ConfigError naming what is wrong."""
+    try:
+        config = _with_file(file)(**flags)
+    except ValidationError as error:
+        raise ConfigError(describe_validation_error(error)) from None
+    if not config.model:
+        raise ConfigError(f"model: got none, expected --model, {ENV_PREFIX}MODEL or `model` in a file")
+    config.engine  # noqa: B018 - validates the rest
+    return config
+
+
+def _with_file(file: Path | None) -> type[ServerConfig]:
+    """ServerConfig with the file as its last source."""
+    if file is None:
+        return ServerConfig
+    values = _read_file(file)
+
+    class FileConfig(ServerConfig):
+        @classmethod
+        def settings_customise_sources(
+            cls,
+            settings_cls: type[BaseSettings],
+            init_settings: PydanticBaseSettingsSource,
+            env_settings: PydanticBaseSettingsSource,
+            dotenv_settings: PydanticBaseSettingsSource,
+            file_secret_settings: PydanticBaseSettingsSource,
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            return init_settings, env_settings, InitSettingsSource(settings_cls, init_kwargs=values)
+
+    return FileConfig
+
+
+def _read_file(file: Path) -> dict[str, Any]:
+    """Keys are the names of the fields, with - or _."""
+    try:
+        text = file.read_text(encoding="utf-8")
+        match file.suffix:
+            case ".toml":
+                values = tomllib.loads(text)
+            case ".yaml" | ".yml":
+                values = yaml.safe_load(text) or {}
+            case _:
+                raise ConfigError(f"config: got {file}, expected a .toml, .yaml or .yml file")
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"config: cannot read {file}: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"config: got {type(values).__name__} in {file}, expected keys with values")
+    return {str(key).replace("-", "_"): value for key, value in values.items()}

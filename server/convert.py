@@ -1,0 +1,278 @@
+"""From a protocol request to engine requests, checked field by field.
+
+Every field is supported or refused: unset (explicit presence) is a default, 0 is a value, and what this
+server does not know is an error. Knows nothing of streams; server/choice.py makes the way back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from google.protobuf import struct_pb2
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from engine.errors import InvalidRequestError, UnknownModelError
+from engine.messages import AddRequest, ModelInfo
+from engine.params import MAX_BAD_WORDS, MAX_CHOICES, SamplingParams, SpeculationParams, validate_token_ids
+from server.pb.slipstream.v1 import generation_pb2 as pb
+from server.text import TextProcessor
+
+MAX_REQUEST_ID_CHARS = 128
+MAX_CACHE_SALT_CHARS = 128
+MAX_BAD_WORD_CHARS = 256
+_SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_PARAMETER_GROUPS: dict[str, type[Message]] = {
+    "sampling": pb.SamplingParams,
+    "stopping": pb.StoppingParams,
+    "output": pb.OutputParams,
+}
+
+
+@dataclass(frozen=True)
+class GenerationPlan:
+    """A request, ready for the engine."""
+
+    requests: tuple[AddRequest, ...]  # one per choice; the id of choice 0 is that of the request
+    stream_interval: int  # tokens
+    wants_text: bool
+
+    @property
+    def request_id(self) -> str:
+        return self.requests[0].request_id
+
+
+def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, float]:
+    """The part of a checkpoint's generation_config.json that is the default of a sampling field here."""
+    values = {name: generation_config.get(name) for name in _SAMPLING_DEFAULTS}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def choice_seed(seed: int, index: int) -> int:
+    """Seed of a choice: choice 0 has the request's own, the others a hash that is the same everywhere."""
+    if index == 0:
+        return seed
+    digest = hashlib.blake2b(struct.pack("<qI", seed, index), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def choice_ids(request_id: str, num_choices: int) -> tuple[str, ...]:
+    """Ids of a request's choices in the engine."""
+    return (request_id, *(f"{request_id}#{i}" for i in range(1, num_choices)))
+
+
+class RequestConverter:
+    """One served model: its vocabulary, context, tokenizer, sampling defaults and draft methods."""
+
+    def __init__(
+        self,
+        model: ModelInfo,
+        text: TextProcessor,
+        *,
+        sampling_defaults: Mapping[str, float],
+        speculator_limits: Mapping[str, int],  # method -> the largest k
+    ) -> None:
+        self._model = model
+        self._text = text
+        self._sampling_defaults = dict(sampling_defaults)
+        self._speculator_limits = dict(speculator_limits)
+
+    async def plan(
+        self, request: pb.GenerateRequest, engine_ids: tuple[str, ...], arrival_time: float
+    ) -> GenerationPlan:
+        """Raise InvalidRequestError or UnknownModelError; the field is a path in the request.
+
+        `engine_ids` are those of `read_identity`; `arrival_time` is of time.monotonic().
+        """
+        self._check_served(request)
+        interval = request.output.stream_interval if request.output.HasField("stream_interval") else 1
+        if interval < 1:
+            raise InvalidRequestError("output.stream_interval", "got 0, expected >= 1")
+        speculation = self._speculation(request.speculation)
+        prompt = await self._prompt(request)
+        params = self._params(request, room=self._model.max_model_len - len(prompt))
+        requests = tuple(
+            AddRequest(
+                request_id=engine_id,
+                prompt_token_ids=prompt,
+                params=params
+                if i == 0
+                else msgspec.structs.replace(params, seed=choice_seed(params.seed, i)),
+                speculation=speculation,
+                priority=request.priority,
+                cache_salt=request.cache_salt,
+                arrival_time=arrival_time,
+            )
+            for i, engine_id in enumerate(engine_ids)
+        )
+        wants_text = request.output.text if request.output.HasField("text") else True
+        return GenerationPlan(requests, stream_interval=interval, wants_text=wants_text)
+
+    def _check_served(self, request: pb.GenerateRequest) -> None:
+        if request.HasField("model") and request.model != self._model.model_name:
+            raise UnknownModelError(
+                f"got model {request.model!r}, expected {self._model.model_name!r} (served here) or none"
+            )
+        constraint = request.WhichOneof("constraint")
+        if constraint is not None:
+            raise InvalidRequestError(constraint, "structured output is not supported, expected none")
+        if len(request.cache_salt) > MAX_CACHE_SALT_CHARS:
+            raise InvalidRequestError(
+                "cache_salt",
+                f"got {len(request.cache_salt)} characters, expected at most {MAX_CACHE_SALT_CHARS}",
+            )
+
+    async def _prompt(self, request: pb.GenerateRequest) -> list[int]:
+        kind = request.WhichOneof("prompt")
+        match kind:
+            case None:
+                raise InvalidRequestError("prompt", "is unset, expected text, token_ids or chat")
+            case "text":
+                prompt = await self._text.encode(request.text) if request.text else []
+            case "token_ids":
+                self._check_length("token_ids", len(request.token_ids.ids))  # before anything looks at them
+                prompt = list(request.token_ids.ids)
+                check_token_ids("token_ids.ids", prompt, self._model.vocab_size)
+            case "chat":
+                _, prompt = await self._text.encode_chat(request.chat)
+        self._check_length(kind, len(prompt))
+        return prompt
+
+    def _check_length(self, field: str, num_tokens: int) -> None:
+        """A prompt has a token, and leaves one of the context to generate."""
+        limit = self._model.max_model_len - 1
+        if not 1 <= num_tokens <= limit:
+            raise InvalidRequestError(
+                field, f"got a prompt of {num_tokens} tokens, expected 1..{limit}: the context less one"
+            )
+
+    def _params(self, request: pb.GenerateRequest, room: int) -> SamplingParams:
+        sampling, stopping, output = request.sampling, request.stopping, request.output
+        self._check_sizes(sampling)
+        values: dict[str, Any] = {"max_tokens": room, "seed": secrets.randbits(63), **self._sampling_defaults}
+        for group in (sampling, stopping, output):
+            for descriptor, value in group.ListFields():
+                if descriptor.name in SamplingParams.__struct_fields__ and not descriptor.is_repeated:
+                    values[descriptor.name] = value
+        params = SamplingParams(
+            **values
+            | {
+                "logit_bias": dict(sampling.logit_bias),
+                "bad_words": self._text.encode_words(sampling.bad_words),
+                "allowed_token_ids": tuple(sampling.allowed_token_ids),
+                "stop_strings": tuple(stopping.stop),
+                "stop_token_ids": tuple(stopping.stop_token_ids),
+            }
+        )
+        try:
+            params.validate(self._model.vocab_size)
+        except InvalidRequestError as error:
+            raise InvalidRequestError(_path_of(error.field), error.description) from None
+        return msgspec.structs.replace(
+            params,
+            max_tokens=min(
+                params.max_tokens, room
+            ),  # the context ends the output anyway, with the same reason
+            min_tokens=min(params.min_tokens, room),
+            top_k=min(params.top_k, self._model.vocab_size),
+        )
+
+    def _check_sizes(self, sampling: pb.SamplingParams) -> None:
+        """What would be costly to look at; SamplingParams.validate checks the rest."""
+        words = sampling.bad_words
+        if len(words) > MAX_BAD_WORDS:
+            raise InvalidRequestError(
+                "sampling.bad_words", f"got {len(words)} words, expected at most {MAX_BAD_WORDS}"
+            )
+        for word in words:
+            if not 1 <= len(word) <= MAX_BAD_WORD_CHARS:
+                raise InvalidRequestError(
+                    "sampling.bad_words",
+                    f"got a word of {len(word)} characters, expected 1..{MAX_BAD_WORD_CHARS}",
+                )
+        num_allowed = len(sampling.allowed_token_ids)
+        if num_allowed > self._model.vocab_size:
+            raise InvalidRequestError(
+                "sampling.allowed_token_ids",
+                f"got {num_allowed} ids, expected at most {self._model.vocab_size}, the vocabulary",
+            )
+
+    def _speculation(self, speculation: pb.SpeculationParams) -> SpeculationParams:
+        method = speculation.method if speculation.HasField("method") else None
+        loaded = self._model.speculators
+        if method is not None and method not in (*loaded, "auto", "none"):
+            expected = ", ".join(map(repr, (*loaded, "auto", "none")))
+            raise InvalidRequestError("speculation.method", f"got {method!r}, expected one of {expected}")
+        if not speculation.HasField("num_speculative_tokens"):
+            return SpeculationParams(method=method)
+        num_tokens, limit = speculation.num_speculative_tokens, self._speculation_limit(method)
+        if num_tokens > limit:
+            raise InvalidRequestError(
+                "speculation.num_speculative_tokens",
+                f"got {num_tokens}, expected at most {limit} with method {method or 'unset'}"
+                + ("" if loaded else ": no draft method is loaded"),
+            )
+        return SpeculationParams(method=method if num_tokens else "none", num_speculative_tokens=num_tokens)
+
+    def _speculation_limit(self, method: str | None) -> int:
+        if method == "auto":
+            return max(self._speculator_limits.values(), default=0)
+        return self._speculator_limits.get(method or self._model.default_speculator, 0)
+
+
+def read_identity(request: pb.GenerateRequest) -> tuple[str, int]:
+    """Request id (drawn if unset) and number of choices. Refuses what the protocol has no field for."""
+    reject_unknown_fields(request)
+    num_choices = request.n if request.HasField("n") else 1
+    if not 1 <= num_choices <= MAX_CHOICES:
+        raise InvalidRequestError("n", f"got {num_choices}, expected 1..{MAX_CHOICES}")
+    if not request.HasField("request_id"):
+        return f"req-{secrets.token_hex(8)}", num_choices
+    request_id = request.request_id
+    if not 1 <= len(request_id) <= MAX_REQUEST_ID_CHARS or not all(" " <= char <= "~" for char in request_id):
+        raise InvalidRequestError(
+            "request_id",
+            f"got {request_id[:160]!r}, expected 1..{MAX_REQUEST_ID_CHARS} printable ASCII characters",
+        )
+    return request_id, num_choices
+
+
+def check_token_ids(field: str, token_ids: list[int], vocab_size: int) -> None:
+    """validate_token_ids for ids that are not negative, fast where nothing is wrong."""
+    if token_ids and max(token_ids) >= vocab_size:
+        validate_token_ids(field, token_ids, vocab_size)
+
+
+def reject_unknown_fields(message: Message, path: str = "") -> None:
+    """A newer client asks for something that this server would otherwise ignore."""
+    unknown = UnknownFieldSet(message)
+    if len(unknown):
+        field = path.removesuffix(".") or "request"
+        raise InvalidRequestError(
+            field, f"got field number {unknown[0].field_number}, which this server does not know"
+        )
+    for descriptor, value in message.ListFields():
+        if descriptor.message_type is None or descriptor.message_type.GetOptions().map_entry:
+            continue
+        if descriptor.message_type.full_name == struct_pb2.Struct.DESCRIPTOR.full_name:
+            continue  # free-form by nature
+        if descriptor.is_repeated:
+            for i, item in enumerate(value):
+                reject_unknown_fields(item, f"{path}{descriptor.name}[{i}].")
+        else:
+            reject_unknown_fields(value, f"{path}{descriptor.name}.")
+
+
+def _path_of(parameter: str) -> str:
+    """Example: temperature -> sampling.temperature; logit_bias[5] -> sampling.logit_bias[5]."""
+    name = parameter.partition("[")[0]
+    for group, message in _PARAMETER_GROUPS.items():
+        if name in message.DESCRIPTOR.fields_by_name:
+            return f"{group}.{parameter}"
+    return parameter

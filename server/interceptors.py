@@ -1,0 +1,121 @@
+"""What surrounds every call: counting and logging it, and turning what a handler raises into a status.
+
+Handlers are coroutines that write their messages, so nothing here runs once per message. Calls with a stream
+of requests (server reflection) pass through untouched.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+import structlog
+from grpc_status import rpc_status
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from structlog.contextvars import bind_contextvars, get_contextvars
+
+from engine.errors import EngineError, InvalidRequestError
+from server.errors import status_of
+
+Context = Any  # grpc.aio.ServicerContext; its stubs lack abort_with_status
+Handler = Callable[[Any, Context], Awaitable[Any]]
+Wrapper = Callable[[str, Handler], Handler]  # method path, behaviour -> behaviour
+HANDLING_BUCKETS = (.005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)  # fmt: skip
+
+_log = structlog.get_logger(__name__)
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """EngineErrors become the status of server/errors.py; anything else is INTERNAL, told only to the log."""
+
+    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
+        return _wrap(await continuation(handler_call_details), handler_call_details.method, self._around)
+
+    @staticmethod
+    def _around(method: str, handler: Handler) -> Handler:
+        async def guarded(request: Any, context: Context) -> Any:
+            try:
+                return await handler(request, context)
+            except EngineError as error:
+                failure: Exception = error
+                _bind_reason(error)
+            except Exception as error:  # the process boundary: nothing of it reaches the client
+                _log.exception("handler failed", method=method)
+                failure = error
+            _, status = status_of(failure)
+            return await context.abort_with_status(rpc_status.to_status(status))  # raises
+
+        return guarded
+
+
+class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Counts every call, and logs it when it is over: at level info where the handler bound a request id."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        labels = ("grpc_service", "grpc_method")
+        self._started = Counter("grpc_server_started", "Calls begun.", labels, registry=registry)
+        self._handled = Counter(
+            "grpc_server_handled", "Calls ended, by status.", (*labels, "grpc_code"), registry=registry
+        )
+        self._seconds = Histogram(
+            "grpc_server_handling_seconds",
+            "Seconds from the begin to the end of a call.",
+            labels,
+            buckets=HANDLING_BUCKETS,
+            registry=registry,
+        )
+
+    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
+        return _wrap(await continuation(handler_call_details), handler_call_details.method, self._around)
+
+    def _around(self, path: str, handler: Handler) -> Handler:
+        service, method = path.strip("/").split("/")
+
+        async def counted(request: Any, context: Context) -> Any:
+            self._started.labels(service, method).inc()
+            begun = time.monotonic()
+            code = grpc.StatusCode.CANCELLED  # unless the handler comes to an end
+            try:
+                response = await handler(request, context)
+                code = context.code() or grpc.StatusCode.OK
+                return response
+            except grpc.aio.AbortError:
+                code = context.code()
+                raise
+            finally:
+                if code is grpc.StatusCode.CANCELLED and context.time_remaining() == 0:
+                    code = grpc.StatusCode.DEADLINE_EXCEEDED
+                seconds = time.monotonic() - begun
+                self._handled.labels(service, method, code.name).inc()
+                self._seconds.labels(service, method).observe(seconds)
+                level = logging.INFO if "request_id" in get_contextvars() else logging.DEBUG
+                _log.log(level, "call ended", method=method, status=code.name, seconds=round(seconds, 6))
+
+        return counted
+
+
+def _bind_reason(error: EngineError) -> None:
+    """For the log of the call. What an invalid request holds may be a prompt: its words are not logged."""
+    if isinstance(error, InvalidRequestError):
+        bind_contextvars(reason=error.reason, field=error.field)
+    else:
+        bind_contextvars(reason=error.reason, error=str(error))
+
+
+def _wrap(handler: Any, method: str, wrapper: Wrapper) -> Any:
+    """The handler with its behaviour wrapped; None (no such method) and request streams stay as they are."""
+    if handler is None or handler.request_streaming:
+        return handler
+    behaviour = handler.unary_stream if handler.response_streaming else handler.unary_unary
+    if not inspect.iscoroutinefunction(behaviour):
+        return handler
+    make = (
+        grpc.unary_stream_rpc_method_handler
+        if handler.response_streaming
+        else grpc.unary_unary_rpc_method_handler
+    )
+    return make(wrapper(method, behaviour), handler.request_deserializer, handler.response_serializer)

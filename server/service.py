@@ -1,0 +1,224 @@
+"""The RPCs of slipstream.v1.GenerationService: each checks its request and asks who knows the answer.
+
+Holds whether new generations are accepted. How they run is told in server/generation.py, what they mean in
+server/convert.py.
+"""
+
+# ruff: noqa: N802 - methods have the names of the RPCs
+
+from __future__ import annotations
+
+import time
+from importlib.metadata import version
+from typing import Any
+
+import grpc
+
+from engine.errors import EngineUnavailableError, InvalidRequestError
+from server.convert import check_token_ids, reject_unknown_fields
+from server.generation import Backend, Generator
+from server.live import LiveCalls
+from server.metrics import Metrics
+from server.pb.slipstream.v1 import generation_pb2 as pb
+from server.pb.slipstream.v1 import generation_pb2_grpc as pb_grpc
+
+SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
+MAX_ABORT_IDS = 1024
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class GenerationService(pb_grpc.GenerationServiceServicer):
+    """Refuses generations until `serve`, and again from `refuse` on."""
+
+    def __init__(self, live: LiveCalls, metrics: Metrics, *, max_message_bytes: int) -> None:
+        self._live = live
+        self._generator = Generator(live, metrics)
+        self._metrics = metrics
+        self._max_message_bytes = max_message_bytes
+        self._started_at = time.monotonic()
+        self._backend: Backend | None = None
+        self._refusal: str | None = "the engine is loading"
+
+    def serve(self, backend: Backend) -> None:
+        self._backend = backend
+        self._refusal = None
+
+    def refuse(self, reason: str) -> None:
+        """New generations fail with this reason; those that run go on."""
+        self._refusal = reason
+
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
+        await self._generator.run(self._accepting(), request, _Streamed(context))
+
+    async def GenerateOnce(
+        self, request: pb.GenerateOnceRequest, context: Context
+    ) -> pb.GenerateOnceResponse:
+        backend = self._accepting()
+        reject_unknown_fields(request)
+        collected = _Collected()
+        try:
+            await self._generator.run(backend, request.request, collected)
+        except InvalidRequestError as error:
+            error.field = f"request.{error.field}"  # the path in the message that the client sent
+            raise
+        return collected.response
+
+    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
+        reject_unknown_fields(request)
+        if not 1 <= len(request.request_ids) <= MAX_ABORT_IDS:
+            raise InvalidRequestError(
+                "request_ids", f"got {len(request.request_ids)} ids, expected 1..{MAX_ABORT_IDS}"
+            )
+        aborted = [request_id for request_id in dict.fromkeys(request.request_ids) if self._abort(request_id)]
+        return pb.AbortResponse(aborted_request_ids=aborted)
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
+        text = self._ready().text
+        reject_unknown_fields(request)
+        has_option = request.HasField("add_special_tokens")
+        match request.WhichOneof("prompt"):
+            case "text":
+                add_special_tokens = request.add_special_tokens if has_option else True
+                ids = await text.encode(request.text, add_special_tokens=add_special_tokens)
+                return pb.TokenizeResponse(token_ids=ids)
+            case "chat":
+                if has_option:
+                    raise InvalidRequestError(
+                        "add_special_tokens", "is set, expected unset: a template writes its own"
+                    )
+                rendered, ids = await text.encode_chat(request.chat)
+                return pb.TokenizeResponse(token_ids=ids, rendered=rendered)
+            case _:
+                raise InvalidRequestError("prompt", "is unset, expected text or chat")
+
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
+        backend = self._ready()
+        reject_unknown_fields(request)
+        ids = list(request.token_ids)
+        check_token_ids("token_ids", ids, backend.client.model_info.vocab_size)
+        skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
+        return pb.DetokenizeResponse(text=await backend.text.decode(ids, skip_special_tokens=skip))
+
+    async def GetModelInfo(
+        self, request: pb.GetModelInfoRequest, context: Context
+    ) -> pb.GetModelInfoResponse:
+        backend = self._ready()
+        reject_unknown_fields(request)
+        info = backend.client.model_info
+        return pb.GetModelInfoResponse(
+            model=info.model_name,
+            architecture=info.architecture,
+            dtype=info.dtype,
+            device=info.device,
+            vocab_size=info.vocab_size,
+            max_model_len=info.max_model_len,
+            eos_token_ids=info.eos_token_ids,
+            parameters=info.num_parameters,
+            weight_bytes=info.weight_bytes,
+            has_chat_template=backend.text.has_chat_template,
+        )
+
+    async def GetServerInfo(
+        self, request: pb.GetServerInfoRequest, context: Context
+    ) -> pb.GetServerInfoResponse:
+        info = self._ready().client.model_info
+        reject_unknown_fields(request)
+        return pb.GetServerInfoResponse(
+            version=version("slipstream"),
+            kv_cache_bytes=info.kv_cache_bytes,
+            kv_bytes_per_token=info.kv_bytes_per_token,
+            block_size=info.block_size,
+            num_blocks=info.num_blocks,
+            max_num_seqs=info.max_num_seqs,
+            max_num_batched_tokens=info.max_num_batched_tokens,
+            speculators=info.speculators,
+            default_speculator=info.default_speculator,
+            max_steps_in_flight=info.max_steps_in_flight,
+            startup_seconds=info.startup_seconds,
+            uptime_seconds=time.monotonic() - self._started_at,
+            max_message_bytes=self._max_message_bytes,
+        )
+
+    async def GetLoads(self, request: pb.GetLoadsRequest, context: Context) -> pb.GetLoadsResponse:
+        stats = self._ready().client.stats
+        reject_unknown_fields(request)
+        return pb.GetLoadsResponse(
+            running_requests=stats.num_running,
+            waiting_requests=stats.num_waiting,
+            waiting_tokens=stats.num_waiting_tokens,
+            kv_cache_usage=stats.kv_cache_usage,
+            free_blocks=stats.num_free_blocks + stats.num_cached_blocks,
+            draining=self._refusal is not None,
+        )
+
+    def _ready(self) -> Backend:
+        if self._backend is None:
+            raise EngineUnavailableError(self._refusal or "the engine is loading")
+        return self._backend
+
+    def _accepting(self) -> Backend:
+        if self._refusal is not None:
+            error = EngineUnavailableError(self._refusal)
+            self._metrics.request_rejected(error.reason)
+            raise error
+        return self._ready()
+
+    def _abort(self, request_id: str) -> bool:
+        """End the choices of a live call. False when there is nothing left to end."""
+        call = self._live.find(request_id)
+        if call is None or call.is_aborted or self._backend is None:
+            return False
+        call.is_aborted = True
+        aborted = self._backend.client.abort(list(call.engine_ids))
+        return bool(aborted) or not call.is_submitted
+
+
+class _Streamed:
+    """Sink of a streaming call."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self.write = context.write
+
+    async def open(self) -> None:
+        # Headers that travel with a message that gets stuck would bar the way of a later status.
+        await self._context.send_initial_metadata(())
+
+
+class _Collected:
+    """Sink of a unary call: the messages of a stream as one response."""
+
+    def __init__(self) -> None:
+        self._response = pb.GenerateOnceResponse()
+        self._texts: list[list[str]] = []  # by choice; joined once
+
+    @property
+    def response(self) -> pb.GenerateOnceResponse:
+        for choice, texts in zip(self._response.choices, self._texts, strict=True):
+            choice.text = "".join(texts)
+        return self._response
+
+    async def open(self) -> None:
+        pass
+
+    async def write(self, message: pb.GenerateResponse) -> None:
+        match message.WhichOneof("event"):
+            case "started":
+                self._start(message.index, message.started)
+            case "delta":
+                choice = self._response.choices[message.index]
+                choice.token_ids.extend(message.delta.token_ids)
+                choice.logprobs.extend(message.delta.logprobs)
+                self._texts[message.index].append(message.delta.text)
+            case "finished":
+                self._response.choices[message.index].finished.CopyFrom(message.finished)
+
+    def _start(self, index: int, started: pb.Started) -> None:
+        while len(self._texts) <= index:  # choices start in any order
+            self._response.choices.add(index=len(self._texts))
+            self._texts.append([])
+        if not self._response.request_id:
+            self._response.request_id = started.request_id
+            self._response.model = started.model
+            self._response.prompt_logprobs.extend(started.prompt_logprobs)

@@ -1,0 +1,135 @@
+"""Faults of one request touch no other: NaN logits, aborts at any step, a full pool, host inputs."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from engine.errors import InvalidRequestError, QueueFullError
+from engine.step import BlockTableUpdate, HostInputs, NewRow, ScheduledRequest, StepPlan
+from tests.support.engine_harness import Harness, make_core, request, scripted_model
+from tests.support.scripted_target import ScriptedTarget, reference_continuation
+
+PROMPTS = [[random.Random(seed).randrange(3, 60) for _ in range(5 + 3 * seed)] for seed in range(6)]
+TARGET = ScriptedTarget()
+
+
+def expected(prompt: list[int], count: int) -> list[int]:
+    return reference_continuation(TARGET, prompt, count)
+
+
+def test_nan_logits_fail_their_request_and_nobody_else() -> None:
+    harness = Harness(make_core(scripted_model(nan_token=63), cache={"block_size": 4, "num_blocks": 256}))
+    poisoned = request("nan", [5, 6, 7, 8, 9, 63], ignore_eos=True)
+    others = [request(f"r{i}", prompt, ignore_eos=True) for i, prompt in enumerate(PROMPTS)]
+    results = harness.run([*others[:3], poisoned, *others[3:]])
+    finish = results["nan"].finish
+    assert finish is not None
+    assert (finish.reason, results["nan"].token_ids) == ("error", [])
+    assert "NaN" in finish.message
+    for index, prompt in enumerate(PROMPTS):
+        tokens = results[f"r{index}"].token_ids
+        reference = expected(prompt, 16)
+        assert tokens == reference or 63 in reference[:16]
+
+
+def test_blocks_of_a_nan_request_do_not_poison_their_next_owner() -> None:
+    """The pool is so small that the next requests get the poisoned blocks, with masked lanes in them."""
+    model = scripted_model(nan_token=63, max_len=32)
+    harness = Harness(make_core(model, cache={"block_size": 8, "num_blocks": 4}))
+    harness.run([request("nan", [5] * 20 + [63], max_tokens=4)])
+    prompt = [9, 8, 7]
+    result = harness.run([request("next", prompt, max_tokens=8, ignore_eos=True)])["next"]
+    reference = expected(prompt, 8)
+    assert 63 not in reference
+    assert result.token_ids == reference
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("depth", [1, 2])
+def test_aborts_at_random_steps_leave_the_others_and_the_pool_alone(seed: int, depth: int) -> None:
+    generator = random.Random(seed)
+    core = make_core(
+        scripted_model(),
+        deferred=True,
+        config={"max_steps_in_flight": depth},
+        scheduler={"max_num_seqs": 3, "max_prefill_chunk": 4},
+        cache={"block_size": 4, "num_blocks": 160},
+    )
+    harness = Harness(core)
+    for index, prompt in enumerate(PROMPTS):
+        harness.add(request(f"r{index}", prompt, ignore_eos=True))
+    victims = {f"r{generator.randrange(6)}" for _ in range(2)}
+    when = {victim: generator.randrange(12) for victim in victims}
+    step = 0
+    while core.has_work:
+        for victim in victims:
+            if when[victim] == step:
+                harness.abort(victim, victim, "unknown")
+        harness.step()
+        step += 1
+    for index, prompt in enumerate(PROMPTS):
+        result = harness.results[f"r{index}"]
+        assert result.finish is not None
+        reference = expected(prompt, 16)
+        assert result.token_ids == reference[: len(result.token_ids)]
+        if f"r{index}" not in victims:
+            assert result.token_ids == reference
+
+
+def test_the_core_refuses_what_cannot_run_and_goes_on() -> None:
+    core = make_core(scripted_model(max_len=32), scheduler={"max_waiting": 2, "max_num_seqs": 1})
+    harness = Harness(core)
+    for bad, field in [
+        (request("empty", []), "prompt"),
+        (request("long", [3] * 32), "prompt"),
+        (request("range", [3, 64]), "prompt"),
+        (request("negative", [-1]), "prompt"),
+        (request("hot", [3], temperature=float("nan")), "temperature"),
+        (request("method", [3], method="eagle"), "speculation.method"),
+    ]:
+        with pytest.raises(InvalidRequestError) as caught:
+            core.handle(bad)
+        assert caught.value.field.startswith(field), bad.request_id
+    harness.add(request("a", [3, 4]))
+    with pytest.raises(InvalidRequestError, match="request_id"):
+        core.handle(request("a", [5]))
+    harness.add(request("b", [3, 4]))
+    with pytest.raises(QueueFullError):
+        core.handle(request("c", [3, 4]))
+    results = harness.run()
+    assert results["a"].token_ids == results["b"].token_ids == expected([3, 4], 16)
+
+
+def test_part_b_waits_for_host_inputs_and_draws_only_allowed_tokens() -> None:
+    core = make_core(scripted_model())
+    executor = core._executor
+    prompt = [5, 6, 7]
+    plan = StepPlan(
+        step=1,
+        scheduled=[ScheduledRequest(row=0, num_tokens=3, start=0, max_seq_len=3)],
+        new_rows=[
+            NewRow(
+                row=0,
+                request_id="r",
+                token_ids=prompt,
+                num_prompt_tokens=3,
+                num_computed_tokens=0,
+                token_limit=10,
+                params=request("r", prompt).params,
+                stop_ids=(2,),
+            )
+        ],
+        block_table_updates=[BlockTableUpdate(0, 0, 0, [3])],
+        needs_host_inputs=True,
+    )
+    handle = executor.launch(plan)
+    allowed = 40
+    bits = np.zeros(2, dtype="<u4")
+    bits[allowed // 32] = 1 << (allowed % 32)
+    executor.provide(handle, HostInputs(token_bitmask=bits.tobytes()))
+    assert executor.collect(handle).rows[0].token_ids == [allowed]
+    assert torch.is_inference_mode_enabled() is False

@@ -1,0 +1,180 @@
+"""The engine as a process: how it dies, what it leaves behind, and that it never outlives its owner."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engine.client.base import RequestStream
+from engine.client.process import ProcessEngineClient
+from engine.errors import ConfigError, EngineUnavailableError
+from engine.messages import FinishInfo
+from tests.support.fake_core import expected_tokens, fake_config, fake_request
+
+ROOT = Path(__file__).parent.parent.parent
+FAKE_ENGINE = (sys.executable, "-m", "tests.support.fake_engine_main")
+ENDLESS = 10_000_000
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="ipc sockets and signals of POSIX")
+
+
+@pytest.fixture(autouse=True)
+def scratch(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """An empty directory for temporary files; its path is short, as those of sockets must be."""
+    tmp_path_factory.getbasetemp()  # made now: later it would be made in here
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    with tempfile.TemporaryDirectory() as directory:
+        monkeypatch.setenv("TMPDIR", directory)
+        monkeypatch.setattr(tempfile, "tempdir", directory)
+        yield Path(directory)
+
+
+async def started(model: str = "fake", **options: float) -> ProcessEngineClient:
+    client = ProcessEngineClient(fake_config(model), command=FAKE_ENGINE, **options)
+    await client.start()
+    return client
+
+
+async def read_on(stream: RequestStream) -> FinishInfo:
+    """To the end of the stream."""
+    while (finish := (await stream.next()).finish) is None:
+        pass
+    return finish
+
+
+async def test_a_killed_engine_ends_the_streams_and_says_why(scratch: Path) -> None:
+    client = await started()
+    streams = [client.submit(fake_request(f"r{i}", ENDLESS)) for i in range(3)]
+    for stream in streams:
+        await stream.next()
+    os.kill(client.pid, signal.SIGKILL)
+    for stream in streams:
+        with pytest.raises(EngineUnavailableError, match="stopped working"):
+            await read_on(stream)
+    assert str(await client.wait_failed()) == "the engine process was killed by SIGKILL"
+    assert not client.is_alive
+    with pytest.raises(EngineUnavailableError):
+        client.submit(fake_request("late"))
+    await client.stop()
+    assert list(scratch.iterdir()) == []
+
+
+async def test_tokens_that_were_sent_before_the_engine_died_are_read_first() -> None:
+    client = await started()
+    request = fake_request("r", 100, does="kill")
+    stream = client.submit(request)
+    assert isinstance(await client.wait_failed(), EngineUnavailableError)
+    assert (await stream.next()).token_ids == expected_tokens(request, 0, 2)
+    with pytest.raises(EngineUnavailableError):
+        await stream.next()
+    await client.stop()
+
+
+async def test_an_engine_that_exits_while_it_starts_is_reported(scratch: Path) -> None:
+    with pytest.raises(EngineUnavailableError, match="the engine process exited with status 3"):
+        await started("exit")
+    assert list(scratch.iterdir()) == []
+
+
+async def test_a_command_that_does_not_exist_is_reported(scratch: Path) -> None:
+    client = ProcessEngineClient(fake_config(), command=("/no/such/python",))
+    with pytest.raises(EngineUnavailableError, match=r"cannot start the engine process: .*/no/such/python"):
+        await client.start()
+    assert list(scratch.iterdir()) == []
+
+
+async def test_cancelling_the_start_leaves_nothing_behind(scratch: Path) -> None:
+    never_ready = (sys.executable, "-c", "import sys; sys.stdin.read()")
+    client = ProcessEngineClient(fake_config(), command=never_ready)
+    loading = asyncio.ensure_future(client.start())
+    while not list(scratch.iterdir()):
+        await asyncio.sleep(0)
+    loading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await loading
+    assert list(scratch.iterdir()) == []
+
+
+async def test_sigterm_to_the_engine_cancels_what_runs() -> None:
+    client = await started()
+    stream = client.submit(fake_request("r", ENDLESS))
+    await stream.next()
+    os.kill(client.pid, signal.SIGTERM)
+    finish = await read_on(stream)
+    assert finish.reason == "cancelled"
+    assert str(await client.wait_failed()) == "the engine process exited with status 0"
+    await client.stop()
+
+
+async def test_sigint_leaves_the_engine_running() -> None:
+    client = await started()
+    os.kill(client.pid, signal.SIGINT)
+    request = fake_request("r", 5)
+    assert (await client.submit(request).next()).token_ids
+    assert client.is_alive
+    await client.stop()
+
+
+async def test_an_engine_that_does_not_stop_is_killed() -> None:
+    client = await started(stop_timeout=0.1)
+    os.kill(client.pid, signal.SIGSTOP)
+    await client.stop()
+    with pytest.raises(ProcessLookupError):
+        os.kill(client.pid, 0)
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGTERM])
+def test_the_engine_dies_with_its_owner(signal_number: signal.Signals) -> None:
+    owner = subprocess.Popen(
+        [sys.executable, "-m", "tests.support.engine_owner"], cwd=ROOT, stdout=subprocess.PIPE
+    )
+    assert owner.stdout is not None
+    with owner, owner.stdout:
+        engine_pid = int(owner.stdout.readline())
+        owner.send_signal(signal_number)
+        owner.stdout.read()  # its end: nobody holds the pipe any more, neither the owner nor the engine
+    assert not Path(f"/proc/{engine_pid}/exe").exists()
+
+
+async def test_many_starts_and_stops_leak_neither_descriptors_nor_directories(scratch: Path) -> None:
+    counts = []
+    for _ in range(4):
+        client = await started()
+        await client.submit(fake_request("r", 3)).next()
+        await client.stop()
+        counts.append(len(os.listdir("/dev/fd")))
+    assert counts[-1] <= counts[0]
+    assert list(scratch.iterdir()) == []
+
+
+async def test_nobody_else_can_reach_the_socket(scratch: Path) -> None:
+    client = await started()
+    (directory,) = scratch.iterdir()
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    await client.stop()
+
+
+async def test_a_long_temporary_directory_is_avoided(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    client = await started()
+    assert client.is_alive
+    await client.stop()
+    assert list(long.iterdir()) == []
+
+
+async def test_a_configuration_that_the_engine_cannot_read_is_named() -> None:
+    config = fake_config().model_copy(update={"device": 7})  # not validated, as of another version
+    client = ProcessEngineClient(config, command=FAKE_ENGINE)
+    with pytest.warns(UserWarning, match="serializer"), pytest.raises(ConfigError, match=r"device: .*got 7"):
+        await client.start()

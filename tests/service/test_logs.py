@@ -1,0 +1,78 @@
+"""What the log says of a call: id, status and figures, never what was asked or answered."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+import structlog
+
+from server.logs import LogFormat, configure_logs
+from server.pb.slipstream.v1 import generation_pb2 as pb
+from tests.support.server_fixture import collect, failure_of, running_server, text_request
+
+
+@pytest.fixture(autouse=True)
+def restored_logging() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    root.handlers, root.level = handlers, level
+    structlog.reset_defaults()
+
+
+def lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, object]]:
+    return [json.loads(line) for line in capsys.readouterr().err.splitlines() if line.startswith("{")]
+
+
+async def test_a_call_is_one_line_with_its_id_status_and_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logs("info", "json")
+    async with running_server() as server:
+        await collect(server.stub.Generate(text_request("the secret dog", request_id="r1")))
+        await server.app.live.wait_until_empty()
+        num_prompt_tokens = len(server.engine.requests["r1"].prompt_token_ids)
+    logged = lines(capsys)
+    (call,) = [line for line in logged if line["event"] == "call ended"]
+    assert (call["request_id"], call["method"], call["status"]) == ("r1", "Generate", "OK")
+    assert (call["prompt_tokens"], call["completion_tokens"]) == (num_prompt_tokens, num_prompt_tokens + 1)
+    assert (call["finish"], call["level"]) == ("stop", "info")
+    assert "secret" not in json.dumps(logged)
+
+
+async def test_a_refused_call_says_which_field_and_not_what_it_held(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    configure_logs("info", "json")
+    async with running_server() as server:
+        secret = pb.ChatMessage(role="a secret role", content="x")
+        request = pb.GenerateRequest(request_id="r1", chat=pb.ChatPrompt(messages=[secret]))
+        await failure_of(server.stub.Generate(request))
+    logged = lines(capsys)
+    (call,) = [line for line in logged if line["event"] == "call ended"]
+    assert (call["status"], call["reason"]) == ("INVALID_ARGUMENT", "INVALID_REQUEST")
+    assert call["field"] == "chat.messages[0].role"
+    assert "secret" not in json.dumps(logged)
+
+
+def test_a_traceback_shows_no_local_variables(capsys: pytest.CaptureFixture[str]) -> None:
+    formats: tuple[LogFormat, ...] = ("json", "console")
+    for log_format in formats:
+        configure_logs("info", log_format)
+        prompt = "a secret"
+        try:
+            len(prompt) / 0
+        except ZeroDivisionError:
+            structlog.get_logger("test").exception("failed")
+        shown = capsys.readouterr().err
+        assert "ZeroDivisionError" in shown
+        assert "a secret" not in shown.replace('prompt = "a secret"', "")
+
+
+def test_the_standard_library_s_logging_goes_the_same_way(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logs("warning", "json")
+    logging.getLogger("engine").warning("the engine says %s", "so")
+    logging.getLogger("engine").info("unheard")
+    (line,) = lines(capsys)
+    assert (line["event"], line["level"], line["logger"]) == ("the engine says so", "warning", "engine")

@@ -1,0 +1,171 @@
+"""`slipstream generate`, `info` and `bench` against a service that plays back answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import typer
+from click.testing import Result
+from typer.testing import CliRunner
+
+from server.bench.schema import read_result
+from server.cli.bench import bench
+from server.cli.connection import EXIT_FAILED, EXIT_UNAVAILABLE
+from server.cli.generate import generate
+from server.cli.info import info
+from server.pb.slipstream.v1 import generation_pb2 as pb
+from tests.support.fake_service import FakeService, bad_request, queue_full, serve_fake
+from tools.server_process import free_port
+
+Invoke = Callable[..., Result]
+USAGE_ERROR = 2
+
+
+def run(command: Callable[..., None], *arguments: str, stdin: str | None = None) -> Result:
+    app = typer.Typer()
+    app.command()(command)
+    return CliRunner().invoke(app, list(arguments), input=stdin)
+
+
+@pytest.fixture
+def service() -> FakeService:
+    return FakeService()
+
+
+@pytest.fixture
+def address(service: FakeService) -> Iterator[str]:
+    with serve_fake(service) as address:
+        yield address
+
+
+def test_only_the_text_goes_to_stdout(address: str) -> None:
+    result = run(generate, "hi", "--address", address, "--stats")
+    assert result.exit_code == 0
+    assert result.stdout == "Hello 🙂"
+    assert "5 prompt tokens (0 cached), 3 tokens, first after 50 ms, then 4.0 tokens/s" in result.stderr
+    assert "acceptance length 1.50 (ngram), finish: stop (eos_token_id 2), seed 11" in result.stderr
+
+
+def test_options_become_the_request_and_what_is_not_given_stays_unset(
+    address: str, service: FakeService
+) -> None:
+    options = ["--max-tokens", "9", "--temperature", "0", "--seed", "-4", "--stop", "a", "--stop", "b"]
+    run(generate, "hi", "--address", address, "--system", "be brief", *options)
+    (request,) = service.requests
+    assert [(message.role, message.content) for message in request.chat.messages] == [
+        ("system", "be brief"),
+        ("user", "hi"),
+    ]
+    assert request.stopping.max_tokens == 9
+    assert list(request.stopping.stop) == ["a", "b"]
+    assert request.sampling.HasField("temperature")
+    assert request.sampling.seed == -4
+    assert not request.sampling.HasField("top_p")
+    assert not request.output.HasField("logprobs")
+
+
+def test_a_raw_prompt_can_come_from_stdin(address: str, service: FakeService) -> None:
+    run(generate, "-", "--raw", "--address", address, stdin="once upon\n")
+    assert service.requests[0].text == "once upon\n"
+
+
+def test_json_prints_one_message_a_line(address: str) -> None:
+    result = run(generate, "hi", "--json", "--address", address)
+    lines = [json.loads(line) for line in result.stdout.splitlines()]
+    assert lines[0]["started"]["request_id"] == "r"
+    assert lines[2]["delta"]["token_ids"] == [8, 9]
+    assert lines[3]["finished"]["reason"] == "FINISH_REASON_STOP"
+
+
+def test_logprobs_are_shown_on_stderr(address: str, service: FakeService) -> None:
+    token = pb.TokenLogprob(token_id=7, logprob=-0.5, rank=1, text="Hel")
+    service.responses[1].delta.logprobs.add(token=token, top=[token])
+    result = run(generate, "hi", "--logprobs", "1", "--address", address)
+    assert result.stdout == "Hello 🙂"
+    assert "'Hel' -0.500" in result.stderr
+
+
+def test_a_refused_request_is_one_line_with_its_field(address: str, service: FakeService) -> None:
+    service.responses = []
+    service.failure = bad_request("sampling.top_p", "got 7.0, expected > 0 and <= 1")
+    result = run(generate, "hi", "--address", address)
+    assert result.exit_code == EXIT_FAILED
+    assert result.stderr == (
+        "error: INVALID_ARGUMENT: the request is not valid; sampling.top_p: got 7.0, expected > 0 and <= 1 "
+        f"(from {address})\n"
+    )
+
+
+def test_a_full_queue_says_when_to_try_again(address: str, service: FakeService) -> None:
+    service.failure = queue_full(retry_seconds=2)
+    result = run(generate, "hi", "--address", address)
+    assert result.stderr.startswith("error: RESOURCE_EXHAUSTED: the queue is full; try again after 2 s")
+
+
+@pytest.mark.parametrize("command", [generate, info, bench])
+def test_when_nobody_answers_the_exit_status_says_so(command: Callable[..., None]) -> None:
+    arguments = ["hi"] if command is generate else []
+    result = run(command, *arguments, "--address", f"127.0.0.1:{free_port()}")
+    assert result.exit_code == EXIT_UNAVAILABLE
+    assert result.stderr.startswith("error: UNAVAILABLE: ")
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_a_system_message_needs_a_chat(address: str) -> None:
+    assert run(generate, "hi", "--raw", "--system", "x", "--address", address).exit_code == USAGE_ERROR
+
+
+def test_info_as_a_table(address: str) -> None:
+    result = run(info, "--address", address)
+    assert result.exit_code == 0
+    for shown in ("SERVING", "1.5 KiB per token", "100 of 16 tokens: 1,600 tokens", "ngram", "25.0%"):
+        assert shown in result.stdout
+
+
+def test_info_as_json_has_every_field_and_plain_numbers(address: str) -> None:
+    answer = json.loads(run(info, "--json", "--address", address).stdout)
+    assert answer["health"] == "SERVING"
+    assert answer["model"]["eos_token_ids"] == [2]
+    assert answer["server"]["kv_bytes_per_token"] == 1536
+    assert answer["server"]["startup_seconds"] == {"load": 1.5}
+    assert answer["load"]["draining"] is False
+
+
+def test_bench_sends_what_was_asked_and_writes_a_result(
+    address: str, service: FakeService, tmp_path: Path
+) -> None:
+    output = tmp_path / "result.json"
+    options = ["--num-requests", "6", "--warmup", "2", "--concurrency", "3", "--input-len", "10"]
+    result = run(bench, "--address", address, *options, "--output", str(output))
+    assert result.exit_code == 0
+    assert len(service.requests) == 8
+    assert {len(request.token_ids.ids) for request in service.requests} == {10}
+    load = read_result(output).loads["load"]
+    assert (load.num_completed, load.completion_tokens, load.num_messages) == (6, 18, 12)
+    assert load.speculation[0].acceptance_length == pytest.approx(1.5)
+    assert load.speculation[0].acceptance_rate_by_position == [0.5, 0.0]
+    assert "fake: 6 of 6 requests completed" in result.stdout
+
+
+def test_bench_at_a_rate(address: str, service: FakeService) -> None:
+    result = run(bench, "--address", address, "--num-requests", "5", "--rate", "1000", "--warmup", "0")
+    assert result.exit_code == 0
+    assert len(service.requests) == 5
+
+
+def test_bench_counts_errors_and_fails_when_nothing_completed(address: str, service: FakeService) -> None:
+    service.responses = []
+    service.failure = queue_full(retry_seconds=1)
+    result = run(bench, "--address", address, "--num-requests", "3", "--warmup", "0")
+    assert result.exit_code == EXIT_FAILED
+    assert "3 requests ended with RESOURCE_EXHAUSTED" in result.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--rate", "1", "--concurrency", "1"], ["--dataset", "missing.jsonl"]], ids=" ".join
+)
+def test_bench_refuses_wrong_usage(address: str, arguments: list[str]) -> None:
+    assert run(bench, "--address", address, *arguments).exit_code == USAGE_ERROR
