@@ -30,7 +30,7 @@ from engine.sampling.draft_distributions import DraftDistributions
 from engine.sampling.ratio_rule import RatioRule
 from engine.sampling.synthetic_rule import SyntheticRule
 from engine.sampling.verification_rule import CoupledRule, VerificationRule
-from engine.scheduler.draft_policy import FixedDraftPolicy
+from engine.scheduler.adaptive_policy import AdaptiveDraftPolicy
 from engine.scheduler.host_drafts import HostDrafts
 from engine.scheduler.scheduler import Scheduler
 from engine.spec_decode.autoregressive import DraftModelSpeculator
@@ -75,7 +75,7 @@ def build_engine(config: EngineConfig, on_progress: Callable[[LoadProgress], Non
 
 
 def resolve_device(name: str) -> torch.device:
-    """"auto" is the first accelerator, or the CPU. Raises ConfigError for a device that is not there."""
+    """ "auto" is the first accelerator, or the CPU. Raises ConfigError for a device that is not there."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -154,7 +154,7 @@ def assemble(
         eos_token_ids=loaded.eos_token_ids,
         max_drafts=max_drafts,
         max_steps_in_flight=depth,
-        draft_policy=FixedDraftPolicy(methods),
+        draft_policy=AdaptiveDraftPolicy(methods),
         host_drafts=HostDrafts(on_host, model.vocab_size),
         make_cutter=_CutterFactory(config, loaded.eos_token_ids, max_model_len),
     )

@@ -47,7 +47,9 @@ class SchedulerConfig(_Frozen):
 
     max_num_seqs: int = Field(default=64, ge=1)  # request rows
     max_num_batched_tokens: int = Field(default=2048, ge=1)  # per step; a decode counts 1 + k
-    max_prefill_chunk: int | None = Field(default=None, ge=1)  # tokens of one request a step; None: the budget
+    max_prefill_chunk: int | None = Field(
+        default=None, ge=1
+    )  # tokens of one request a step; None: the budget
     max_prefill_stall: float | None = Field(default=0.05, gt=0)
     """Seconds that prefill chunks may add to a step in which other requests decode, by measured speed. None: off."""
     max_waiting: int = Field(default=1024, ge=1)  # requests; beyond: RESOURCE_EXHAUSTED

@@ -56,9 +56,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_penalties(self) -> bool:
-        return (
-            self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
-        )
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     def validate(self, vocab_size: int) -> None:
         """Raise InvalidRequestError naming the first field that is out of bounds."""
@@ -122,9 +120,7 @@ def _check_count(field: str, count: int, limit: int, what: str = "entries") -> N
         raise InvalidRequestError(field, f"got {count} {what}, expected at most {limit}")
 
 
-def _check_range(
-    field: str, value: float, low: float, high: float | None, *, low_open: bool = False
-) -> None:
+def _check_range(field: str, value: float, low: float, high: float | None, *, low_open: bool = False) -> None:
     finite = math.isfinite(value)
     if finite and (value > low if low_open else value >= low) and (high is None or value <= high):
         return

@@ -36,7 +36,9 @@ class StepStats(msgspec.Struct, kw_only=True):
     num_decode_requests: int = 0
     phase_seconds: dict[str, float] = {}
     num_preempted: int = 0
-    num_not_overlapped: int = 0  # requests that had to wait for the step before: their drafts are made on the host
+    num_not_overlapped: int = (
+        0  # requests that had to wait for the step before: their drafts are made on the host
+    )
     not_drafted: dict[str, int] = {}  # reason -> decoding requests of this step that had no draft to verify
 
 

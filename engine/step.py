@@ -51,7 +51,9 @@ class ScheduledRequest(msgspec.Struct, kw_only=True, frozen=True):
     max_seq_len: int  # upper bound of computed + scheduled tokens
     method: str = "none"  # who makes the drafts for the *next* step
     num_next_drafts: int = 0  # k asked of that method
-    keeps_up: str = "none"  # a method other than `method` whose state has to follow the request, without drafting
+    keeps_up: str = (
+        "none"  # a method other than `method` whose state has to follow the request, without drafting
+    )
 
     @property
     def is_prefill(self) -> bool:
@@ -83,7 +85,9 @@ class HostInputs(msgspec.Struct, kw_only=True):
 class RowResult(msgspec.Struct, kw_only=True):
     """What the step brought for one entry of `StepPlan.scheduled` (same order)."""
 
-    token_ids: list[int] = []  # the verifier's run: accepted drafts and the token after them; empty: not sampled
+    token_ids: list[
+        int
+    ] = []  # the verifier's run: accepted drafts and the token after them; empty: not sampled
     num_drafted: int = 0  # valid drafts that were verified
     num_accepted: int = 0  # accepted of these, also where the run had no room for them
     draft_method: str = "none"  # who had made them

@@ -138,6 +138,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
             startup_seconds=info.startup_seconds,
             uptime_seconds=time.monotonic() - self._started_at,
             max_message_bytes=self._max_message_bytes,
+            synthetic_acceptance=info.synthetic_acceptance,
         )
 
     async def GetLoads(self, request: pb.GetLoadsRequest, context: Context) -> pb.GetLoadsResponse:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -17,6 +19,21 @@ hypothesis.settings.register_profile("slipstream", derandomize=True, deadline=No
 hypothesis.settings.load_profile("slipstream")
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _drafters_do_not_raise(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The engine outlives a drafter that raises, text and all; a test that does not mean to make one raise must not
+    pass by that."""
+    raised: list[str] = []
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = lambda record: raised.append(handler.format(record))  # type: ignore[method-assign]
+    logger = logging.getLogger("engine.spec_decode.speculator_set")
+    logger.addHandler(handler)
+    yield
+    logger.removeHandler(handler)
+    if raised and "drafter_fault" not in request.keywords:
+        pytest.fail("a draft method raised:\n" + "\n".join(raised))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

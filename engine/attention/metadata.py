@@ -20,7 +20,9 @@ class AttentionInputs:
     query_lens: list[int]
     max_seq_lens: list[int]
     query_start_loc: torch.Tensor  # [num_reqs + 1] int32
-    seq_lens: torch.Tensor  # [num_reqs] int32; computed + scheduled tokens
+    seq_lens: (
+        torch.Tensor
+    )  # [num_reqs] int32; keys: computed + scheduled tokens, none at or behind the token limit
     positions: torch.Tensor  # [num_tokens] int64
     block_tables: tuple[torch.Tensor, ...]  # per KV group: [num_reqs, max_blocks] int32
     slot_mappings: tuple[torch.Tensor, ...]  # per KV group: [num_tokens] int64; PAD_SLOT_ID writes nowhere

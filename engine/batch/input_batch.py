@@ -67,7 +67,9 @@ def gather_batch(
     req_of_logit = np.repeat(np.arange(num_reqs), logits_lens)
     # A request's logits rows are its last ones: token index = end of its tokens - its number of logits + j.
     logits_indices = (
-        (query_start[1:] - logits_lens)[req_of_logit] + np.arange(len(req_of_logit)) - logits_start[req_of_logit]
+        (query_start[1:] - logits_lens)[req_of_logit]
+        + np.arange(len(req_of_logit))
+        - logits_start[req_of_logit]
     )
     host = [
         np.array(row_list, dtype=np.int64),

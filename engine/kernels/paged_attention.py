@@ -1,10 +1,12 @@
 """Causal attention over a paged KV cache for a ragged batch: prefill chunks, verifications and decodes in one launch.
 
-For query row i of a request with `query_len` rows and length `seq_len` (position p = seq_len - query_len + i):
-out = sum_j softmax_j(scale * q . k_j) v_j over j <= p, and j > p - window if there is a window.
+For a query row at position p of a request with `seq_len` keys: out = sum_j softmax_j(scale * q . k_j) v_j over
+j <= p, j < seq_len, and j > p - window if there is a window. The positions of a request's rows are consecutive; the
+last ones may lie behind its keys (speculation beyond a token limit): what they get is never used.
 
 Shapes: query, out [num_tokens, num_heads, head_size]; key_cache, value_cache [num_blocks, block_size, num_kv_heads,
-head_size]; block_table [num_reqs, max_blocks] int32; query_start_loc [num_reqs + 1] int32; seq_lens [num_reqs] int32.
+head_size]; block_table [num_reqs, max_blocks] int32; query_start_loc [num_reqs + 1] int32; seq_lens [num_reqs] int32;
+positions [num_tokens] int64.
 Head h reads KV head h // (num_heads // num_kv_heads). Scores, softmax and sums in float32, weights in the cache's
 dtype for the second product. Lengths are read on the device, so a captured launch replays at any length; requests of
 length 0 and query blocks behind a request's end return at once. Keys behind a row's position are never read as
@@ -36,6 +38,7 @@ def paged_attention_reference(
     block_table: torch.Tensor,
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
+    positions: torch.Tensor,
     *,
     scale: float,
     window: int | None = None,
@@ -51,7 +54,7 @@ def paged_attention_reference(
         blocks, offsets = block_table[request].long()[keys // block_size], keys % block_size
         key = key_cache[blocks, offsets].repeat_interleave(group, dim=1)  # [seq_len, num_heads, head_size]
         value = value_cache[blocks, offsets].repeat_interleave(group, dim=1)
-        rows = torch.arange(seq_len - (end - first), seq_len, device=query.device)[:, None]
+        rows = positions[first:end, None]
         seen = keys <= rows
         if window is not None:
             seen &= keys > rows - window
@@ -86,6 +89,7 @@ def _paged_attention_kernel(
     stats_ptr,
     query_start_ptr,
     seq_lens_ptr,
+    positions_ptr,
     block_table_ptr,
     num_reqs,
     scale,
@@ -117,7 +121,7 @@ def _paged_attention_kernel(
     first_query = (q_block - (query_start // BLOCK_Q + request)) * BLOCK_Q
     if first_query >= query_len:
         return
-    computed = tl.load(seq_lens_ptr + request) - query_len
+    computed = tl.load(positions_ptr + query_start).to(tl.int32)  # position of the request's first row
 
     rows = tl.arange(0, BLOCK_Q * GROUP_PAD)
     row_query = first_query + rows // GROUP_PAD
@@ -139,6 +143,7 @@ def _paged_attention_kernel(
 
     key_begin = 0
     key_end = computed + tl.minimum(first_query + BLOCK_Q, query_len)
+    key_end = tl.minimum(key_end, tl.load(seq_lens_ptr + request))
     if WINDOW > 0:
         key_begin = tl.maximum(computed + first_query - WINDOW + 1, 0)
     if NUM_SEGMENTS > 1:
@@ -159,7 +164,9 @@ def _paged_attention_kernel(
         blocks = tl.load(
             block_table_ptr + request * table_stride + keys // BLOCK_SIZE, mask=key_valid, other=0
         ).to(tl.int64)
-        offsets = blocks * key_stride_block + (keys % BLOCK_SIZE) * key_stride_slot + kv_head * key_stride_head
+        offsets = (
+            blocks * key_stride_block + (keys % BLOCK_SIZE) * key_stride_slot + kv_head * key_stride_head
+        )
         key = tl.load(
             key_ptr + offsets[None, :] + dims[:, None],
             mask=(dims < HEAD_SIZE)[:, None] & key_valid[None, :],
@@ -191,7 +198,10 @@ def _paged_attention_kernel(
     else:
         result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
         tl.store(
-            out_ptr + row_token[:, None] * out_stride_token + row_head[:, None] * out_stride_head + dims[None, :],
+            out_ptr
+            + row_token[:, None] * out_stride_token
+            + row_head[:, None] * out_stride_head
+            + dims[None, :],
             result.to(out_ptr.dtype.element_ty),
             mask=row_mask,
         )
@@ -295,6 +305,7 @@ def paged_attention(
         stats,
         query_start_loc,
         seq_lens,
+        positions,
         block_table,
         len(seq_lens),
         scale,

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-METHOD_FORGETTING = 0.95  # per verification: about 20 count
-REQUEST_FORGETTING = 0.9  # about 10 count
-METHOD_WEIGHT = 6.0  # trials that the method's rate is worth in the estimate for one request
-PRIOR_ACCEPTANCE = 0.7  # optimistic: a method that is never tried is never known
-PRIOR_WEIGHT = 2.0
+METHOD_FORGETTING = 0.98  # per verification: about 50 count
+REQUEST_FORGETTING = 0.94  # about 17 count
+METHOD_WEIGHT = 4.0  # trials that the method's rate is worth in the estimate for one request
+PRIOR_RATE = 0.7  # optimistic: a method that is never tried is never known
+PRIOR_WEIGHT = 2.0  # trials, forgotten like any other
 
 
 @dataclass(slots=True)
 class _Ratio:
     forgetting: float
-    successes: float = 0.0
-    trials: float = 0.0
+    successes: float
+    trials: float
 
     def observe(self, successes: float, trials: float) -> None:
         self.successes = self.forgetting * self.successes + successes
@@ -25,14 +25,14 @@ class _Ratio:
         return (self.successes + weight * prior) / (self.trials + weight)
 
 
-class Acceptance:
-    """Of one method, over all requests or for one. A verification of 5 drafts of which 2 are accepted is 3 trials of
-    which 2 succeed: what stands behind the first wrong draft says nothing.
+class MethodAcceptance:
+    """Of one method, over all requests. A verification of 5 drafts of which 2 are accepted is 3 trials of which 2
+    succeed: what stands behind the first wrong draft says nothing.
     """
 
-    def __init__(self, forgetting: float) -> None:
-        self._accepted = _Ratio(forgetting)
-        self._found = _Ratio(forgetting)
+    def __init__(self, forgetting: float = METHOD_FORGETTING, prior_weight: float = PRIOR_WEIGHT) -> None:
+        self._accepted = _Ratio(forgetting, PRIOR_RATE * prior_weight, prior_weight)
+        self._found = _Ratio(forgetting, PRIOR_RATE * prior_weight, prior_weight)
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
         """Drafts had been asked for; num_drafted = 0: none came."""
@@ -40,13 +40,36 @@ class Acceptance:
         if num_drafted > 0:
             self._accepted.observe(num_accepted, num_accepted + (num_accepted < num_drafted))
 
-    def rate(self, prior: float = PRIOR_ACCEPTANCE, weight: float = PRIOR_WEIGHT) -> float:
+    @property
+    def rate(self) -> float:
         """Probability that a draft is accepted, given that all before it were."""
-        return self._accepted.estimate(prior, weight)
+        return self._accepted.estimate(0.0, 0.0)
 
-    def found(self, prior: float = PRIOR_ACCEPTANCE, weight: float = PRIOR_WEIGHT) -> float:
+    @property
+    def found(self) -> float:
         """Probability that there are drafts when they are asked for."""
-        return self._found.estimate(prior, weight)
+        return self._found.estimate(0.0, 0.0)
+
+
+class RequestAcceptance(MethodAcceptance):
+    """Of one method for one request: its own trials, and the method's rate for those it lacks."""
+
+    def __init__(self, method: MethodAcceptance) -> None:
+        super().__init__(REQUEST_FORGETTING, prior_weight=0.0)
+        self._method = method
+
+    def fade(self) -> None:
+        """Time went by without trials: what is known grows old, and the method's rate counts for more."""
+        self._accepted.observe(0.0, 0.0)
+        self._found.observe(0.0, 0.0)
+
+    @property
+    def rate(self) -> float:
+        return self._accepted.estimate(self._method.rate, METHOD_WEIGHT)
+
+    @property
+    def found(self) -> float:
+        return self._found.estimate(self._method.found, METHOD_WEIGHT)
 
 
 def expected_tokens(rate: float, k: int) -> float:

@@ -15,21 +15,17 @@ from engine.draft_method import DraftMethod
 from engine.messages import AddRequest
 from engine.request import NO_METHOD, Request
 from engine.scheduler import not_drafted
-from engine.scheduler.acceptance import (
-    METHOD_FORGETTING,
-    METHOD_WEIGHT,
-    REQUEST_FORGETTING,
-    Acceptance,
-    expected_tokens,
-)
+from engine.scheduler.acceptance import MethodAcceptance, RequestAcceptance, expected_tokens
 from engine.scheduler.draft_policy import AUTO_METHOD, NO_DRAFTS, DraftChoice, FixedDraftPolicy
 from engine.scheduler.step_costs import StepCosts
 from engine.step import RowResult, StepPlan
 
-MARGIN = 1.03  # by how much a choice must be better to replace the current one
+MARGIN = 1.01  # by how much a choice must be better to replace the current one
+METHOD_MARGIN = 1.03  # the same for drafts of another method
 REVIEW_INTERVAL = 8  # choices of a request between two looks at the alternatives
 PROBE_DRAFTS = 3  # k of a probe
-MIN_PROBE_INTERVAL = 4  # choices between two probes of a method that does well
+NEARLY = 0.98  # of the choice's speed: an alternative that is worth frequent probes
+MIN_PROBE_INTERVAL = 8  # choices between two probes of a method that does well
 MAX_PROBE_INTERVAL = 256
 PLAIN = NO_METHOD  # the arm without drafts
 
@@ -38,7 +34,7 @@ PLAIN = NO_METHOD  # the arm without drafts
 class _Arm:
     """A method, or no drafts: when it is tried although it is not chosen."""
 
-    interval: int = 2 * MIN_PROBE_INTERVAL
+    interval: int = MIN_PROBE_INTERVAL
     last_used: int = 0  # by the count of choices
 
     def is_due(self, now: int) -> bool:
@@ -52,7 +48,8 @@ class _Arm:
 class _RequestState:
     choice: DraftChoice | None = None
     num_choices: int = 0
-    acceptance: dict[str, Acceptance] = field(default_factory=dict)  # by method
+    num_decoding: int = 1  # in the step of the last review
+    acceptance: dict[str, RequestAcceptance] = field(default_factory=dict)  # by method
 
 
 class AdaptiveDraftPolicy(FixedDraftPolicy):
@@ -62,7 +59,7 @@ class AdaptiveDraftPolicy(FixedDraftPolicy):
         super().__init__(methods)
         # Methods without KV of their own come first: of equals they are cheaper.
         self._candidates = sorted(methods, key=lambda method: method.kv_group is not None)
-        self._acceptance = {method.name: Acceptance(METHOD_FORGETTING) for method in methods}
+        self._acceptance = {method.name: MethodAcceptance() for method in methods}
         self._arms = {name: _Arm() for name in (PLAIN, *self.methods)}
         self._costs = StepCosts()
         self._states: dict[Request, _RequestState] = {}
@@ -82,7 +79,8 @@ class AdaptiveDraftPolicy(FixedDraftPolicy):
         self._num_choices += 1
         state = self._states.setdefault(request, _RequestState())
         if state.choice is None or state.num_choices % REVIEW_INTERVAL == 0:
-            state.choice = self._review(request, state, max(num_decoding, 1))
+            state.num_decoding = max(num_decoding, 1)
+            state.choice = self._review(request, state)
         state.num_choices += 1
         choice = self._probe(request, state.choice) or state.choice
         self._arms[_arm_of(choice)].last_used = self._num_choices
@@ -96,11 +94,11 @@ class AdaptiveDraftPolicy(FixedDraftPolicy):
         state = self._states.get(request)
         if state is None:
             return
-        own = state.acceptance.setdefault(method, Acceptance(REQUEST_FORGETTING))
-        own.observe(result.num_drafted, result.num_accepted)
+        if method not in state.acceptance:
+            state.acceptance[method] = RequestAcceptance(self._acceptance[method])
+        state.acceptance[method].observe(result.num_drafted, result.num_accepted)
         if state.choice is not None and method != _arm_of(state.choice):
-            is_worth_it = result.num_drafted > 0 and 2 * result.num_accepted >= result.num_drafted
-            self._arms[method].learn(is_worth_it=is_worth_it)
+            self._arms[method].learn(is_worth_it=self._is_worth_a_look(request, state, result))
 
     def observe_step(self, plan: StepPlan, seconds: float, draft_seconds: float) -> None:
         """Steps with prefills are left out, as is the drafting of steps in which several methods draft."""
@@ -127,39 +125,49 @@ class AdaptiveDraftPolicy(FixedDraftPolicy):
 
     # ---- "auto" --------------------------------------------------------------------------------------------
 
-    def _review(self, request: Request, state: _RequestState, num_decoding: int) -> DraftChoice:
+    def _review(self, request: Request, state: _RequestState) -> DraftChoice:
         """The fastest choice; the current one while none is faster by the margin."""
         usable = self._usable(request)
-        best = current = state.choice or DraftChoice(usable[0].name, _cap(request, usable[0]))
-        best_speed = self._speed(state, current, num_decoding) * MARGIN
-        if best_speed == 0.0:  # nothing is measured yet
+        for method, acceptance in state.acceptance.items():
+            if state.choice is None or method != _arm_of(state.choice):
+                acceptance.fade()
+        current = state.choice or DraftChoice(usable[0].name, _cap(request, usable[0]))
+        current_speed = self._speed(state, current)
+        if current_speed == 0.0:  # nothing is measured yet
             return current
-        for choice in self._alternatives(request, usable):
-            speed = self._speed(state, choice, num_decoding)
-            if speed > best_speed:
-                best, best_speed = choice, speed
+        best, best_gain = current, 1.0
+        for choice in [_plain(request), *self._drafting(request, usable)]:
+            is_near = choice.k == 0 or choice.method == current.method
+            gain = self._speed(state, choice) / current_speed / (MARGIN if is_near else METHOD_MARGIN)
+            if gain > best_gain:
+                best, best_gain = choice, gain
         return best
 
-    def _alternatives(self, request: Request, usable: Sequence[DraftMethod]) -> list[DraftChoice]:
-        drafting = [
-            DraftChoice(method.name, k) for method in usable for k in range(1, _cap(request, method) + 1)
+    def _drafting(self, request: Request, methods: Sequence[DraftMethod]) -> list[DraftChoice]:
+        return [
+            DraftChoice(method.name, k) for method in methods for k in range(1, _cap(request, method) + 1)
         ]
-        return [_plain(request), *drafting]
 
-    def _speed(self, state: _RequestState, choice: DraftChoice, num_decoding: int) -> float:
+    def _speed(self, state: _RequestState, choice: DraftChoice) -> float:
         """Expected tokens per second and request; 0 while the costs are not known."""
         found, tokens = 0.0, 1.0
         if choice.k > 0:
-            overall = self._acceptance[choice.method]
-            rate, found = overall.rate(), overall.found()
-            if choice.method in state.acceptance:
-                own = state.acceptance[choice.method]
-                rate, found = own.rate(rate, METHOD_WEIGHT), own.found(found, METHOD_WEIGHT)
-            tokens += found * (expected_tokens(rate, choice.k) - 1.0)
-        verify = self._costs.verify(num_decoding, 1.0 + found * choice.k)
+            acceptance = state.acceptance.get(choice.method, self._acceptance[choice.method])
+            found = acceptance.found
+            tokens += found * (expected_tokens(acceptance.rate, choice.k) - 1.0)
+        verify = self._costs.verify(state.num_decoding, 1.0 + found * choice.k)
         if verify is None:
             return 0.0
-        return tokens / (verify + self._costs.draft(choice.method, num_decoding, choice.k))
+        return tokens / (verify + self._costs.draft(choice.method, state.num_decoding, choice.k))
+
+    def _is_worth_a_look(self, request: Request, state: _RequestState, result: RowResult) -> bool:
+        """After a probe: did it go well, or is the method nearly as good as the choice?"""
+        if result.num_drafted > 0 and 2 * result.num_accepted >= result.num_drafted:
+            return True
+        assert state.choice is not None
+        speed = self._speed(state, state.choice)
+        drafting = self._drafting(request, [self.methods[result.draft_method]])
+        return max(self._speed(state, choice) for choice in drafting) >= NEARLY * speed
 
     def _probe(self, request: Request, choice: DraftChoice) -> DraftChoice | None:
         """Something else for one step, when its turn has come."""

@@ -12,7 +12,9 @@ from statistics import median
 
 MIN_CHUNK = 16  # tokens; a prefill always goes on by this much, whatever the measurements say
 UNMEASURED_CHUNK = 32  # tokens, before the rate is known
-MAX_GROWTH = 2  # a chunk is at most so many times the largest one measured lately: noise is not believed at once
+MAX_GROWTH = (
+    2  # a chunk is at most so many times the largest one measured lately: noise is not believed at once
+)
 NUM_SAMPLES = 15  # newest measurements; their median ignores a pause, and follows a change in 8 steps
 
 

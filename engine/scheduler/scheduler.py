@@ -285,7 +285,9 @@ class Scheduler:
         """Requests that are in no other step before this one is collected, because of host drafts."""
         if self._max_steps_in_flight == 1:
             return 0
-        return sum(self._host_drafts.makes(entry.method) for entry in plan.scheduled if entry.samples)
+        return sum(
+            self._host_drafts.makes(entry.method) for entry in plan.scheduled if entry.num_next_drafts > 0
+        )
 
     def _take_result(
         self, request: Request, entry: ScheduledRequest, result: RowResult, now: float

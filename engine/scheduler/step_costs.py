@@ -10,9 +10,7 @@ VERIFY_ELASTICITY = 0.2  # prior: doubling the rows of a request costs a fifth m
 DRAFT_ELASTICITY = 0.8  # prior: doubling k nearly doubles the drafting
 FORGETTING = 0.98  # weight of the measurements so far when one more comes: 50 steps count
 MIN_OBSERVATIONS = 4  # before a prediction is made; the first runs of a shape are slow
-PRIOR_VARIANCE = (
-    0.05  # weight of the prior slope, as a variance of x; 1 step in 64 without drafts outweighs it
-)
+PRIOR_SPREAD = 0.25  # weight of the prior slope, as a sum of squared deviations of x
 MAX_OUTLIER = 3.0  # times the prediction: a pause counts as no more than that
 
 
@@ -44,7 +42,8 @@ class LinearCost:
         variance = max(self._xx - self._x * self._x, 0.0)
         covariance = self._xy - self._x * self._y
         prior = self._elasticity * self._y / max(self._x, 1.0)
-        slope = max((covariance + PRIOR_VARIANCE * prior) / (variance + PRIOR_VARIANCE), 0.0)
+        evidence = self._weight * variance
+        slope = max((self._weight * covariance + PRIOR_SPREAD * prior) / (evidence + PRIOR_SPREAD), 0.0)
         return max(self._y + slope * (x - self._x), 0.1 * self._y)
 
 

@@ -125,7 +125,8 @@ class StepPlanner:
         return has_room
 
     def _waits_for_host_drafts(self, request: Request) -> bool:
-        return request.num_in_flight_steps > 0 and self._host_drafts.makes(request.next_method)
+        is_asked = request.num_next_drafts > 0 and self._host_drafts.makes(request.next_method)
+        return is_asked and request.num_in_flight_steps > 0
 
     def _num_offered_drafts(self, request: Request) -> int:
         """Verification rows worth planning: as many as there are drafts, where that is known. While a step is in

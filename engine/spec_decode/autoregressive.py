@@ -41,9 +41,6 @@ class DraftModelSpeculator(BaseSpeculator):
 class AutoRegressiveSpeculator(DraftModelSpeculator):
     """Hooks: what a draft step computes, how drafts are drawn, and whether positions advance."""
 
-    max_position_embeddings: int
-    """Positions that the draft model was made for. A request beyond them gets no drafts; others go on."""
-
     @property
     def advance_draft_positions(self) -> bool:
         """Does each draft step take the next position and write KV there?"""
@@ -66,7 +63,9 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         hidden_states: [num_tokens, hidden_size], of the target or fed back."""
 
     @abstractmethod
-    def sample_draft(self, hidden: torch.Tensor, inputs: ProposalInputs, positions: torch.Tensor) -> torch.Tensor:
+    def sample_draft(
+        self, hidden: torch.Tensor, inputs: ProposalInputs, positions: torch.Tensor
+    ) -> torch.Tensor:
         """Draw a draft per request. hidden: [num_reqs, draft_hidden_size]; positions: [num_reqs] int64, of the
         tokens being drawn; returns target token ids [num_reqs] int64."""
 
@@ -85,15 +84,7 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
             if drafts or not self.needs.first_draft_from_prefill:
                 state = self._decode(inputs, state, drafts, drawn_at)
             drafts.append(self._draw(state, inputs, drawn_at + len(drafts)))
-        # Draft i comes from the row at drawn_at - offset + i.
-        room = (self.max_position_embeddings - drawn_at + self._row_offset).clamp(min=0)
-        counts = torch.minimum(inputs.num_speculative_tokens(), room)
-        return DraftTokens(torch.stack(drafts, dim=1), counts)
-
-    @property
-    def _row_offset(self) -> int:
-        """How far the row that yields the first draft stands before that draft."""
-        return 2 if self.needs.first_draft_from_prefill else 1
+        return DraftTokens(torch.stack(drafts, dim=1), inputs.num_speculative_tokens())
 
     def _draw(self, state: DraftState, inputs: ProposalInputs, positions: torch.Tensor) -> torch.Tensor:
         """The next draft of each request, [num_reqs] int64. It also stands in the history, behind the confirmed
@@ -127,10 +118,13 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         """
         step = len(drafts)
         rows, history = inputs.rows, inputs.request_rows
-        positions = drawn_at - self._row_offset + (step if self.advance_draft_positions else 0)
+        offset = 2 if self.needs.first_draft_from_prefill else 1
+        positions = drawn_at - offset + (step if self.advance_draft_positions else 0)
         positions = positions.clamp(min=0)  # requests that have no token yet: their drafts are not used
         # -1 is an unusable draft: it and all behind it are dropped, so any token does.
-        input_ids = drafts[-1].clamp(min=0) if drafts else history.token_history[rows, drawn_at - 1].to(torch.int64)
+        input_ids = (
+            drafts[-1].clamp(min=0) if drafts else history.token_history[rows, drawn_at - 1].to(torch.int64)
+        )
         context = self._context
         # A request that wants fewer drafts than the batch has slots for its own ones only.
         is_wanted = step < inputs.num_speculative_tokens()
@@ -151,7 +145,12 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         return self._state(output, None)
 
     def _state(self, output: DraftHidden, indices: torch.Tensor | None) -> DraftState:
-        for_logits, feedback = output if isinstance(output, tuple) else (output, output)
+        if self.model_returns_tuple:
+            assert isinstance(output, tuple)
+            for_logits, feedback = output
+        else:
+            assert isinstance(output, torch.Tensor)
+            for_logits = feedback = output
         if indices is None:
             return DraftState(for_logits, feedback)
         return DraftState(for_logits[indices], feedback[indices])

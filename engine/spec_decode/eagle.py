@@ -21,7 +21,7 @@ class EagleSpeculator(AutoRegressiveSpeculator):
 
     def __init__(self, model: EagleDraftModel, target: CausalLM) -> None:
         self._model = model
-        self.max_position_embeddings = model.config.max_position_embeddings
+        self.max_context = model.config.max_position_embeddings
         self._target = target
         self._sampler = DraftSampler()
 
@@ -38,7 +38,9 @@ class EagleSpeculator(AutoRegressiveSpeculator):
         output: torch.Tensor = self._model(input_ids, positions, hidden_states, attention)
         return output
 
-    def sample_draft(self, hidden: torch.Tensor, inputs: ProposalInputs, positions: torch.Tensor) -> torch.Tensor:
+    def sample_draft(
+        self, hidden: torch.Tensor, inputs: ProposalInputs, positions: torch.Tensor
+    ) -> torch.Tensor:
         return self._sampler.draw(self._target.compute_logits(hidden), inputs, positions)
 
 
@@ -50,7 +52,7 @@ class Eagle3Speculator(AutoRegressiveSpeculator):
             hidden="all", aux_layers=model.aux_layers, draft_kv="own", catch_up="hidden"
         )
         self._model = model
-        self.max_position_embeddings = model.config.max_position_embeddings
+        self.max_context = model.config.max_position_embeddings
         self._vocab_size = target.vocab_size
         self._sampler = DraftSampler()
 
@@ -74,5 +76,7 @@ class Eagle3Speculator(AutoRegressiveSpeculator):
         for_logits, feedback = self._model(input_ids, positions, hidden_states, attention)
         return for_logits, feedback
 
-    def sample_draft(self, hidden: torch.Tensor, inputs: ProposalInputs, positions: torch.Tensor) -> torch.Tensor:
+    def sample_draft(
+        self, hidden: torch.Tensor, inputs: ProposalInputs, positions: torch.Tensor
+    ) -> torch.Tensor:
         return self._sampler.draw(self._model.compute_logits(hidden, self._vocab_size), inputs, positions)

@@ -24,7 +24,6 @@ class IndependentDraftSpeculator(AutoRegressiveSpeculator):
     def __init__(self, model: CausalLM) -> None:
         self._model = model
         self.max_context = model.max_position_embeddings
-        self.max_position_embeddings = model.max_position_embeddings
         self._sampler = DraftSampler()
 
     def kv_groups(self) -> tuple[KVGroupSpec, ...]:
@@ -41,5 +40,7 @@ class IndependentDraftSpeculator(AutoRegressiveSpeculator):
         output: torch.Tensor = self._model(input_ids, positions, attention)
         return output
 
-    def sample_draft(self, hidden: torch.Tensor, inputs: ProposalInputs, positions: torch.Tensor) -> torch.Tensor:
+    def sample_draft(
+        self, hidden: torch.Tensor, inputs: ProposalInputs, positions: torch.Tensor
+    ) -> torch.Tensor:
         return self._sampler.draw(self._model.compute_logits(hidden), inputs, positions)

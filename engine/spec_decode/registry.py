@@ -57,7 +57,9 @@ def _make_suffix(config: SpeculatorConfig, target: LoadedModel, device: torch.de
 def _make_draft_model(config: SpeculatorConfig, target: LoadedModel, device: torch.device) -> BaseSpeculator:
     _read_options(config, {})
     dtype = str(target.dtype).removeprefix("torch.")
-    draft = load_model(ModelConfig.model_validate({"model": _checkpoint(config), "dtype": dtype}), device=device)
+    draft = load_model(
+        ModelConfig.model_validate({"model": _checkpoint(config), "dtype": dtype}), device=device
+    )
     if draft.model.vocab_size != target.model.vocab_size:
         raise ConfigError(
             f"speculator draft_model: got a vocabulary of {draft.model.vocab_size} tokens, expected "

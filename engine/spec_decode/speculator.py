@@ -68,9 +68,11 @@ class ProposalInputs:
         return self.attention.query_start_loc[1:].to(torch.int64) - self.num_rejected - 1
 
     def num_speculative_tokens(self) -> torch.Tensor:
-        """[num_reqs] int64: k wanted; 0 for requests that have not emitted a token yet."""
+        """[num_reqs] int64: k wanted, as far as the request can still use it: the next verification also emits a
+        token of the target. 0 for requests that have not emitted a token yet."""
         wanted = to_device(np.array(self.wanted, dtype=np.int64), self.rows.device)
-        return torch.where(self.num_sampled > 0, wanted, 0)
+        room = self.request_rows.token_limit[self.rows] - self.request_rows.num_tokens[self.rows] - 1
+        return torch.where(self.num_sampled > 0, torch.minimum(wanted, room.clamp(min=0)), 0)
 
     def select(self, requests: list[int]) -> ProposalInputs:
         """The same for some of the requests, by ascending batch index; this object itself for all of them."""

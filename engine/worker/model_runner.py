@@ -11,11 +11,13 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from engine.attention.backend import AttentionBackend, AttentionContext
 from engine.attention.metadata import LayerKVCache
 from engine.batch.block_tables import BlockTables
+from engine.batch.buffers import to_device
 from engine.batch.input_batch import InputBatch, gather_batch
 from engine.batch.request_rows import RequestRows
 from engine.kv_spec import KVGroupSpec
@@ -104,7 +106,9 @@ class ModelRunner:
         hidden_states = self._model(batch.input_ids, batch.attention.positions, attention)
         logits = self._model.compute_logits(hidden_states[batch.logits_indices])
         clock.lap("target")
-        return TargetPass(plan, batch, hidden_states, attention.aux_hidden_states, logits, draft_methods, clock)
+        return TargetPass(
+            plan, batch, hidden_states, attention.aux_hidden_states, logits, draft_methods, clock
+        )
 
     @torch.inference_mode()
     def launch_verify(self, target: TargetPass, inputs: HostInputs | None = None) -> PendingOutput:
@@ -113,7 +117,7 @@ class ModelRunner:
         logits = target.logits
         if inputs is not None and inputs.token_bitmask is not None:
             logits = _mask_logits(logits, inputs.token_bitmask)
-        verification, logprobs = self._verify(batch, logits)
+        verification, logprobs = self._verify(target, logits)
         self._update_rows(batch, verification)
         prompt_logprobs = self._prompt_logprobs(target)
         clock.lap("verify")
@@ -140,9 +144,16 @@ class ModelRunner:
             self._draft_methods[new.row] = "none"
         self._block_tables.apply(plan.block_table_updates)
         self._rows.set_drafts(plan.host_drafts)
+        if plan.host_drafts and self._rule.draft_distributions is not None:
+            rows = np.array(list(plan.host_drafts), dtype=np.int64)
+            self._rule.draft_distributions.clear(to_device(rows, self._rows.device))
 
-    def _verify(self, batch: InputBatch, logits: torch.Tensor) -> tuple[Verification, LogprobsTensors | None]:
-        """The emitted runs, and the log probabilities of the tokens at all logits rows whose request asks."""
+    def _verify(
+        self, target: TargetPass, logits: torch.Tensor
+    ) -> tuple[Verification, LogprobsTensors | None]:
+        """The emitted runs, and log probabilities for the logits rows whose request asks. logits: [num_logits,
+        vocab_size], the target's as far as the host allows tokens."""
+        batch = target.batch
         features = self._states.features(batch.logits_row_list)
         sample_batch = SampleBatch(
             rows=batch.logits_rows,
@@ -163,7 +174,7 @@ class ModelRunner:
             max_emitted=room.clamp(min=0),
             max_drafts=batch.max_drafts,
         )
-        return verification, sampled_logprobs(logits, ruled.token_ids, features)
+        return verification, sampled_logprobs(target.logits, ruled.token_ids, features)
 
     def _update_rows(self, batch: InputBatch, verification: Verification) -> None:
         """Append the run, advance the counts. A prefill chunk computes all its tokens, a verification only the last
@@ -172,9 +183,7 @@ class ModelRunner:
         num_tokens = rows.num_tokens[batch.rows].to(torch.int64)
         rows.write_tokens(batch.rows, num_tokens, verification.token_ids, verification.num_emitted)
         rows.num_tokens[batch.rows] = (num_tokens + verification.num_emitted).to(torch.int32)
-        computed = batch.starts + torch.where(
-            batch.is_prefill, batch.query_lens, verification.num_emitted
-        )
+        computed = batch.starts + torch.where(batch.is_prefill, batch.query_lens, verification.num_emitted)
         rows.num_computed_tokens[batch.rows] = computed.to(torch.int32)
 
     def _propose(self, target: TargetPass, verification: Verification) -> CheckedDrafts:
@@ -236,7 +245,9 @@ class ModelRunner:
             draft_methods=target.draft_methods,
             drafter_errors=drafter_errors,
             num_logprobs=[info.params.logprobs for info in infos],
-            num_prompt_logprobs={index: infos[index].params.prompt_logprobs or 0 for index in tensors.prompt_logprobs},
+            num_prompt_logprobs={
+                index: infos[index].params.prompt_logprobs or 0 for index in tensors.prompt_logprobs
+            },
             phase_seconds=target.clock.seconds,
             copy_stream=self._copy_stream,
         )

@@ -7,7 +7,7 @@ partial and a zero acceptance: drafters that are never right, or always, would p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -20,7 +20,7 @@ from engine.spec_decode.registry import SPECULATORS
 from tests.support.engine_harness import Harness, Result
 from tests.support.tiny_drafters import SETTINGS, Workshop, shared_workshop
 
-ALONE = (4, 9, 11, 13)  # prompts that run one by one: those whose texts loop now and then
+ALONE = (2, 4, 9, 13)  # prompts that run one by one: those whose texts loop now and then
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,9 @@ MORE_LAYOUTS = {
 
 
 def test_plain_decoding_is_not_trivial(workshop: Workshop) -> None:
-    finishes = {setting: [result.finish for result in workshop.plain(setting).values()] for setting in SETTINGS}
+    finishes = {
+        setting: [result.finish for result in workshop.plain(setting).values()] for setting in SETTINGS
+    }
     assert any(finish and finish.eos_token_id is not None for finish in finishes["min_tokens"])
     assert any(finish and finish.stop_string is not None for finish in finishes["stop_strings"])
     texts = {tuple(result.token_ids) for result in workshop.plain("greedy").values()}
@@ -80,10 +82,12 @@ def test_preemption_and_tiny_chunks_change_nothing(method: str, layout: str, wor
     results = run(workshop, method, "seeded", MORE_LAYOUTS[layout])
     check_equals_plain(workshop, "seeded", results)
     check_acceptance_varied(method, results)
-    assert any(result.num_preemptions for result in results.values()) == (MORE_LAYOUTS[layout].num_blocks is not None)
+    assert any(result.num_preemptions for result in results.values()) == (
+        MORE_LAYOUTS[layout].num_blocks is not None
+    )
 
 
-@pytest.mark.parametrize(("depth", "block_size"), [(1, 1), (1, 16), (2, 1), (2, 16)])
+@pytest.mark.parametrize(("depth", "block_size"), [(1, 16), (2, 1)])
 @pytest.mark.parametrize("method", SPECULATORS.names())
 def test_prefix_hits_change_nothing(method: str, depth: int, block_size: int, workshop: Workshop) -> None:
     """Twice the same, and hits are as long as without speculation, less one block where drafter KV looks ahead."""
@@ -100,7 +104,9 @@ def test_prefix_hits_change_nothing(method: str, depth: int, block_size: int, wo
 @pytest.mark.parametrize("k", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("method", SPECULATORS.names())
 def test_each_k_proposes_at_most_k_and_changes_nothing(method: str, k: int, workshop: Workshop) -> None:
-    core = workshop.core([workshop.drafter(method)], depth=1 + k % 2, block_size=(1, 16)[k % 2], max_prefill_chunk=7)
+    core = workshop.core(
+        [workshop.drafter(method)], depth=1 + k % 2, block_size=(1, 16)[k % 2], max_prefill_chunk=7
+    )
     results = Harness(core).run(workshop.requests("greedy", [(method, k)]))
     check_equals_plain(workshop, "greedy", results)
     assert max(item.num_drafted for result in results.values() for item in result.spec) == k
@@ -114,11 +120,27 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     return shared_workshop(tmp_path_factory)
 
 
+@pytest.fixture(autouse=True)
+def no_drafter_fails(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """A method that raises would lose its drafts, be logged, and otherwise go unseen."""
+    yield
+    assert not [record.getMessage() for record in caplog.records]
+
+
 def run(workshop: Workshop, method: str, setting: str, layout: Layout) -> dict[str, Result]:
     other = "ngram" if method != "ngram" else "eagle"
     core = layout.core(workshop, [workshop.drafter(method), workshop.drafter(other)])
     if layout.is_batch:
-        choices = [(method, 5), (method, 3), (other, 4), (method, 1), ("none", None), (method, 2), (method, 0), (method, 4)]
+        choices = [
+            (method, 5),
+            (method, 3),
+            (other, 4),
+            (method, 1),
+            ("none", None),
+            (method, 2),
+            (method, 0),
+            (method, 4),
+        ]
         requests = workshop.requests(setting, choices)
         results = Harness(core).run(requests)
     else:

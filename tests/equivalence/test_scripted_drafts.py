@@ -24,9 +24,7 @@ PROMPT_LENGTHS = (1, 2, 12, 15, 16, 17, 31, 32, 33, 47)  # around block, chunk a
 
 def make_prompts(seed: int = 0) -> list[tuple[int, ...]]:
     generator = random.Random(seed)
-    return [
-        tuple(generator.randrange(3, VOCAB_SIZE) for _ in range(length)) for length in PROMPT_LENGTHS
-    ]
+    return [tuple(generator.randrange(3, VOCAB_SIZE) for _ in range(length)) for length in PROMPT_LENGTHS]
 
 
 PROMPTS = make_prompts()
@@ -41,7 +39,8 @@ def expected_tokens(prompt: tuple[int, ...], max_tokens: int = MAX_TOKENS) -> li
 
 def make_requests(**params: object) -> list[AddRequest]:
     return [
-        request(f"r{index}", prompt, **{"max_tokens": MAX_TOKENS, **params}) for index, prompt in enumerate(PROMPTS)
+        request(f"r{index}", prompt, **{"max_tokens": MAX_TOKENS, **params})
+        for index, prompt in enumerate(PROMPTS)
     ]
 
 
@@ -54,7 +53,9 @@ def check(results: dict[str, Result], max_tokens: int = MAX_TOKENS) -> None:
         assert result.finish.reason == ("stop" if tokens[-1] == EOS else "length")
         for observation in result.spec:
             assert observation.num_emitted <= observation.num_accepted + 1
-            assert 0 <= observation.num_accepted <= observation.num_verifier_accepted <= observation.num_drafted
+            assert (
+                0 <= observation.num_accepted <= observation.num_verifier_accepted <= observation.num_drafted
+            )
 
 
 def scripted(pattern: str) -> dict[str, BaseSpeculator]:
@@ -243,7 +244,9 @@ def test_mixed_methods_and_k_in_one_batch() -> None:
     """Requests with k = 0, 1, 3 and with speculation off run side by side."""
     choices = [("scripted", 3), ("none", None), ("scripted", 1), ("scripted", 0), (None, None)]
     requests = [
-        request(f"r{index}", prompt, max_tokens=MAX_TOKENS, method=choices[index % 5][0], k=choices[index % 5][1])
+        request(
+            f"r{index}", prompt, max_tokens=MAX_TOKENS, method=choices[index % 5][0], k=choices[index % 5][1]
+        )
         for index, prompt in enumerate(PROMPTS)
     ]
     results, _ = run(requests, LAYOUTS[1], speculators=scripted("cycling"), k=5)

@@ -182,7 +182,9 @@ def assert_greedy(reference: Any, prompt: Prompt, tokens: Sequence[int], max_tok
     for index, token in enumerate(tokens):
         top = logits[index].topk(2)
         margin = float(top.values[0] - top.values[1])
-        assert token == int(top.indices[0]), f"token {index} of {prompt[:5]}...: the top-2 margin is {margin:.3g}"
+        assert token == int(top.indices[0]), (
+            f"token {index} of {prompt[:5]}...: the top-2 margin is {margin:.3g}"
+        )
 
 
 def test_smollm2_writes_the_greedy_text_of_transformers(smollm2: SmolLM2) -> None:

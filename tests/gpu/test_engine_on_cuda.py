@@ -53,9 +53,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 def make_prompts(count: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(3)
-    return [
-        torch.randint(3, 320, (5 + 7 * index,), generator=generator).tolist() for index in range(count)
-    ]
+    return [torch.randint(3, 320, (5 + 7 * index,), generator=generator).tolist() for index in range(count)]
 
 
 def make_cuda_core(
@@ -102,18 +100,22 @@ def test_greedy_tokens_equal_transformers(checkpoint: Path, backend: str, depth:
     for index, prompt in enumerate(make_prompts(8)):
         ids = torch.tensor([prompt], device="cuda")
         output = model.generate(
-            ids, max_new_tokens=MAX_TOKENS, min_new_tokens=MAX_TOKENS, do_sample=False, pad_token_id=0
+            ids, max_new_tokens=MAX_TOKENS, do_sample=False, pad_token_id=0, eos_token_id=-1
         )
         assert tokens[f"r{index}"] == output[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("params", [{}, {"temperature": 0.8, "top_p": 0.9, "seed": 5}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "params", [{}, {"temperature": 0.8, "top_p": 0.9, "seed": 5}], ids=["greedy", "sampled"]
+)
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
 def test_drafts_do_not_change_the_tokens(checkpoint: Path, method: str, params: dict[str, Any]) -> None:
     plain = run(make_cuda_core(checkpoint, backend="triton", depth=2), **params)
     model = str(checkpoint) if method == "draft_model" else None
     speculators = (SpeculatorConfig(method=method, model=model, k=4),)
-    assert run(make_cuda_core(checkpoint, backend="triton", depth=2, speculators=speculators), **params) == plain
+    assert (
+        run(make_cuda_core(checkpoint, backend="triton", depth=2, speculators=speculators), **params) == plain
+    )
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ class Case:
     block_size: int = 16
     window: int | None = None
     segment: int = 512
+    num_behind: int = 0  # last rows of the first request that lie behind its keys
 
 
 CASES = [
@@ -44,6 +45,8 @@ CASES = [
     Case((1, 4, 2), (130, 33, 100), 9, 3, 64, segment=32),
     Case((3, 1), (99, 64), 4, 2, 128, segment=32, window=40),
     Case((1, 1), (65, 1), 2, 1, 256, segment=32),
+    Case((5, 5), (47, 40), 4, 2, 64, num_behind=3),
+    Case((5, 2), (67, 40), 4, 2, 64, segment=32, num_behind=4),
 ]
 
 
@@ -73,6 +76,7 @@ def test_paged_attention_equals_the_definition(case: Case, dtype: torch.dtype) -
     positions = torch.cat(
         [torch.arange(total - new, total) for new, total in zip(case.query_lens, case.seq_lens, strict=True)]
     ).to(DEVICE)
+    positions[: case.query_lens[0]] += case.num_behind
     scale = case.head_size**-0.5
     actual = paged_attention(
         query,
@@ -95,6 +99,7 @@ def test_paged_attention_equals_the_definition(case: Case, dtype: torch.dtype) -
         block_table,
         query_start_loc,
         seq_lens,
+        positions,
         scale=scale,
         window=case.window,
     )

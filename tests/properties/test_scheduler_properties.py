@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.errors import QueueFullError
 from tests.support.scheduler_harness import SchedulerHarness, make_request
+from tests.support.scripted_host import ScriptedHost
 
 MAX_MODEL_LEN = 40
 SHARED = [8 + (7 * index) % 29 for index in range(MAX_MODEL_LEN)]  # prompts begin alike
@@ -29,6 +30,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         k=st.integers(0, 5),
         num_groups=st.integers(1, 2),
         has_drafter=st.booleans(),
+        is_host=st.booleans(),
         enable_prefix_cache=st.booleans(),
         max_num_seqs=st.integers(1, 4),
         budget=st.sampled_from([1, 2, 3, 8, 40, 256]),
@@ -44,6 +46,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         k: int,
         num_groups: int,
         has_drafter: bool,
+        is_host: bool,
         enable_prefix_cache: bool,
         max_num_seqs: int,
         budget: int,
@@ -62,8 +65,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_model_len=MAX_MODEL_LEN,
             enable_prefix_cache=enable_prefix_cache,
             num_groups=num_groups,
-            has_drafter=has_drafter,
+            has_drafter=has_drafter and not is_host,
             num_right=lambda k: generator.randint(0, k),
+            num_found=lambda k: generator.choice((0, k, generator.randint(0, k))),
+            host=ScriptedHost(lambda k: generator.randint(0, k)) if is_host else None,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
             max_prefill_chunk=max_chunk,

@@ -72,7 +72,9 @@ class RoundChecker:
             expected = self.expected(item)
             for step, (got, wanted) in enumerate(zip(item.logits, expected, strict=True)):
                 is_close = torch.isclose(got, wanted, rtol=0.0, atol=TOLERANCE)  # -inf equals -inf
-                assert is_close.all(), f"draft {step} of {item}: off by {(got - wanted)[~is_close].abs().max():.1e}"
+                assert is_close.all(), (
+                    f"draft {step} of {item}: off by {(got - wanted)[~is_close].abs().max():.1e}"
+                )
 
     def expected(self, item: Round) -> torch.Tensor:
         """[number of drafts, vocab_size]"""

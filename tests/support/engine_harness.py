@@ -140,7 +140,9 @@ def make_core(
     return EngineCore(settings, build=build)
 
 
-def scripted_model(vocab_size: int = 64, max_len: int = 512, eos: tuple[int, ...] = (2,), **kwargs: Any) -> LoadedModel:
+def scripted_model(
+    vocab_size: int = 64, max_len: int = 512, eos: tuple[int, ...] = (2,), **kwargs: Any
+) -> LoadedModel:
     """The scripted target as the loader would hand it over."""
     model = ScriptedTarget(vocab_size, max_len, **kwargs)
     return LoadedModel(

@@ -57,7 +57,8 @@ class _Row:
 
 
 class FakeDevice:
-    """`num_right(k)` scripts how many of k drafts are right. `nan_requests`: ids whose logits are NaN.
+    """`num_right(k)` scripts how many of k drafts are right, `num_found(k)` how many there are. `nan_requests`: ids
+    whose logits are NaN.
 
     `drafter_group`: the KV group of a drafter whose entry of a token depends on the next token too (as
     EAGLE's does). It keeps up in every step of a request that uses it, and writes behind the confirmed tokens
@@ -71,6 +72,7 @@ class FakeDevice:
         num_blocks: int,
         block_size: int,
         num_right: Callable[[int], int] = lambda k: k,
+        num_found: Callable[[int], int] = lambda k: k,
         drafter_group: int | None = None,
         drafts_on_host: bool = False,
     ) -> None:
@@ -78,6 +80,7 @@ class FakeDevice:
         self._num_blocks = num_blocks
         self._block_size = block_size
         self._num_right = num_right
+        self._num_found = num_found
         self._drafter_group = drafter_group
         self._drafts_on_host = drafts_on_host
         self._rows: dict[int, _Row] = {}
@@ -222,8 +225,8 @@ class FakeDevice:
             for position in range(row.num_computed, min(row.num_computed + k, row.token_limit)):
                 self._kv[self._drafter_group][self._slot(table, position)] = -1
         num_right = self._num_right(k)
-        row.drafts = continuation(row.history, k)
-        if num_right < k:
+        row.drafts = continuation(row.history, self._num_found(k))
+        if num_right < len(row.drafts):
             row.drafts[num_right] = (row.drafts[num_right] + 1) % VOCAB_SIZE
 
 

@@ -5,17 +5,17 @@ after every step what must hold whatever happens.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from engine.config import SchedulerConfig
 from engine.draft_method import DraftMethod
 from engine.kv_spec import KVGroupSpec
-from engine.messages import AddRequest, FinishInfo, PositionLogprobs, RequestOutput
+from engine.messages import AddRequest, FinishInfo, PositionLogprobs, RequestOutput, RequestTimes
 from engine.params import SamplingParams, SpeculationParams
-from engine.request import RequestStatus
-from engine.scheduler.draft_policy import FixedDraftPolicy
+from engine.request import Request, RequestStatus
+from engine.scheduler.draft_policy import DraftPolicy, FixedDraftPolicy
 from engine.scheduler.host_drafts import HostDrafts
 from engine.scheduler.scheduler import Scheduler
 from engine.spec_decode.host import HostSpeculator
@@ -116,9 +116,11 @@ class SchedulerHarness:
         enable_prefix_cache: bool = True,
         num_groups: int = 1,
         num_right: Any = lambda k: k,
+        num_found: Any = lambda k: k,
         has_drafter: bool = False,
         drafter_context: int | None = None,
         host: HostSpeculator | None = None,
+        make_policy: Callable[[Sequence[DraftMethod]], DraftPolicy] = FixedDraftPolicy,
         **config: Any,
     ) -> None:
         groups, drafter_group = GROUPS[:num_groups], None
@@ -145,7 +147,7 @@ class SchedulerHarness:
             eos_token_ids=(EOS,),
             max_drafts=k,
             max_steps_in_flight=depth,
-            draft_policy=FixedDraftPolicy((method,) if k else ()),
+            draft_policy=make_policy((method,) if k else ()),
             host_drafts=HostDrafts({} if host is None else {method.name: host}, VOCAB_SIZE),
             make_cutter=lambda message: FakeCutter(message, max_model_len),
             clock=self._tick,
@@ -155,6 +157,7 @@ class SchedulerHarness:
             num_blocks=num_blocks,
             block_size=block_size,
             num_right=num_right,
+            num_found=num_found,
             drafts_on_host=host is not None,
             drafter_group=drafter_group,
         )
@@ -304,3 +307,20 @@ class SchedulerHarness:
     def _tick(self) -> float:
         self.now += 1.0
         return self.now
+
+
+def make_policy_request(policy: DraftPolicy, request_id: str, **fields: Any) -> Request:
+    """A request as the scheduler shows it to a draft policy."""
+    message = make_request(request_id, [8], **fields)
+    return Request(
+        request_id=request_id,
+        message=message,
+        cutter=FakeCutter(message, 128),
+        order=(0, 0),
+        token_limit=9,
+        stop_ids=(),
+        token_ids=[8],
+        times=RequestTimes(),
+        kv_groups=(0,),
+        draft_method=policy.method_of(message),
+    )

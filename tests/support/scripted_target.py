@@ -25,7 +25,9 @@ _POSITION_FACTORS = (9176, 61981, 17389, 45007)
 class ScriptedTarget(CausalLM):
     """Logits in [0, 8), float64. `nan_token`: a history that ends with this token gives NaN logits."""
 
-    def __init__(self, vocab_size: int = 64, max_position_embeddings: int = 512, nan_token: int | None = None) -> None:
+    def __init__(
+        self, vocab_size: int = 64, max_position_embeddings: int = 512, nan_token: int | None = None
+    ) -> None:
         torch.nn.Module.__init__(self)
         self.vocab_size = vocab_size
         self.hidden_size = NUM_FEATURES
@@ -50,7 +52,9 @@ class ScriptedTarget(CausalLM):
         self, input_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionContext
     ) -> torch.Tensor:
         """Returns [num_tokens, NUM_FEATURES]: the feature sums over each token's history."""
-        assert bool(((input_ids >= 0) & (input_ids < self.vocab_size)).all()), "an input id is outside the vocabulary"
+        assert bool(((input_ids >= 0) & (input_ids < self.vocab_size)).all()), (
+            "an input id is outside the vocabulary"
+        )
         token_factors = torch.tensor(_TOKEN_FACTORS)
         position_factors = torch.tensor(_POSITION_FACTORS)
         features = (
@@ -85,9 +89,7 @@ def _mix(values: torch.Tensor) -> torch.Tensor:
     return (values >> 32) & 0x7FFFFFFF
 
 
-def reference_continuation(
-    target: ScriptedTarget, prompt: list[int], num_tokens: int, **_: Any
-) -> list[int]:
+def reference_continuation(target: ScriptedTarget, prompt: list[int], num_tokens: int, **_: Any) -> list[int]:
     """Greedy continuation by the definition, without engine or cache."""
     history = list(prompt)
     for _index in range(num_tokens):

@@ -24,6 +24,7 @@ from engine.core import EngineCore
 from engine.executor import Executor
 from engine.messages import AddRequest
 from engine.models.loader import LoadedModel, load_model
+from engine.spec_decode.autoregressive import AutoRegressiveSpeculator
 from engine.spec_decode.registry import init_speculator
 from engine.spec_decode.speculator import BaseSpeculator
 from tests.support.engine_harness import DeferredExecutor, Harness, Result, request
@@ -34,7 +35,24 @@ MAX_TOKENS = 24
 MAX_DRAFTS = 5
 HABITUAL_TOKENS = (TINY_EOS_TOKEN_ID, *range(259, 299))  # EOS, and merges: printable text
 MAX_MODEL_LEN = 72
-PROMPT_LENGTHS = (1, 2, 5, 9, 12, 13, 14, 15, 16, 17, 18, 23, 31, 32, 33, 40)  # around blocks, chunks and drafts
+PROMPT_LENGTHS = (
+    1,
+    2,
+    5,
+    9,
+    12,
+    13,
+    14,
+    15,
+    16,
+    17,
+    18,
+    23,
+    31,
+    32,
+    33,
+    40,
+)  # around blocks, chunks and drafts
 
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "greedy": {},
@@ -104,7 +122,7 @@ class Workshop:
     def _stop_strings(self) -> list[str]:
         """Characters that end in the middle of each request's greedy text, or beyond it."""
         tokenizer = Tokenizer.from_file(str(self.tokenizer_path / "tokenizer.json"))
-        texts = [tokenizer.decode(result.token_ids[14:18]) for result in self.plain("greedy").values()]
+        texts = [tokenizer.decode(result.token_ids[18:22]) for result in self.plain("greedy").values()]
         return [text[1:4] or "nowhere" for text in texts]
 
     def plain(self, setting: str) -> dict[str, Result]:
@@ -116,15 +134,21 @@ class Workshop:
     def drafter(self, method: str) -> SpeculatorConfig:
         """What loads the method with its checkpoint. Fails the test for a method that has no maker."""
         if method not in CHECKPOINT_MAKERS:
-            pytest.fail(f"draft method {method!r} is registered, but CHECKPOINT_MAKERS in {__name__} does not know it")
+            pytest.fail(
+                f"draft method {method!r} is registered, but CHECKPOINT_MAKERS in {__name__} does not know it"
+            )
         if method not in self._drafters:
             values = CHECKPOINT_MAKERS[method](self, self.folder / method)
-            self._drafters[method] = SpeculatorConfig.model_validate({"method": method, "k": MAX_DRAFTS, **values})
+            self._drafters[method] = SpeculatorConfig.model_validate(
+                {"method": method, "k": MAX_DRAFTS, **values}
+            )
         return self._drafters[method]
 
-    def speculator(self, method: str) -> BaseSpeculator:
+    def draft_model(self, config: SpeculatorConfig) -> AutoRegressiveSpeculator:
         """A fresh instance, as the registry makes it."""
-        return init_speculator(self.drafter(method), self.loaded, torch.device("cpu"))
+        speculator = init_speculator(config, self.loaded, torch.device("cpu"))
+        assert isinstance(speculator, AutoRegressiveSpeculator)
+        return speculator
 
     def core(
         self,
@@ -196,8 +220,9 @@ def _make_target(path: Path) -> Path:
 # ---- checkpoints by method: (workshop, folder) -> fields of SpeculatorConfig --------------------------------------
 
 
-def _without_checkpoint(workshop: Workshop, folder: Path) -> dict[str, Any]:
-    return {}
+def _options(**options: str) -> Callable[[Workshop, Path], dict[str, Any]]:
+    """Of a method without a checkpoint."""
+    return lambda workshop, folder: {"options": options}
 
 
 def _make_noisy_target(workshop: Workshop, folder: Path) -> dict[str, Any]:
@@ -220,8 +245,8 @@ def _make_head(workshop: Workshop, folder: Path) -> dict[str, Any]:
 
 
 CHECKPOINT_MAKERS: Mapping[str, Callable[[Workshop, Path], dict[str, Any]]] = {
-    "ngram": _without_checkpoint,
-    "suffix": _without_checkpoint,
+    "ngram": _options(min_n="1"),
+    "suffix": _options(min_match="1"),
     "draft_model": _make_noisy_target,
     "eagle": _make_head,
     "eagle3": _make_head,

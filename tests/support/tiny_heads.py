@@ -152,7 +152,7 @@ def make_tiny_head(
         wanted = run.logits[1:, drafted].softmax(-1)  # row p of the head guesses as row p + 1 of the target
         loss = F.cross_entropy(logits[:, drafted], wanted)
         optimiser.zero_grad()
-        loss.backward()
+        torch.autograd.backward(loss)
         optimiser.step()
     weights = {name: weight.detach() for name, weight in weights.items()}
     path.mkdir(parents=True, exist_ok=True)
@@ -212,7 +212,8 @@ def _block_weights(target: TinyTarget, prefix: str, attention_in: int) -> dict[s
         "mlp.down_proj": (size, config.intermediate_size),
     }
     weights = {
-        f"{prefix}{name}.weight": 0.1 * torch.randn(shape, dtype=torch.float64) for name, shape in shapes.items()
+        f"{prefix}{name}.weight": 0.1 * torch.randn(shape, dtype=torch.float64)
+        for name, shape in shapes.items()
     }
     weights[f"{prefix}post_attention_layernorm.weight"] = torch.ones(size, dtype=torch.float64)
     return weights
@@ -222,7 +223,9 @@ def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * weight
 
 
-def _block(weights: Weights, prefix: str, x: torch.Tensor, residual: torch.Tensor, config: Any) -> torch.Tensor:
+def _block(
+    weights: Weights, prefix: str, x: torch.Tensor, residual: torch.Tensor, config: Any
+) -> torch.Tensor:
     """residual + attention(x), then + mlp(norm). x: [T, any]; residual: [T, D]."""
     head_size = config.hidden_size // config.num_attention_heads
     group = config.num_attention_heads // config.num_key_value_heads

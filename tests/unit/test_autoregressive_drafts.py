@@ -38,8 +38,7 @@ class Watched:
     """An engine with one draft model whose rounds are recorded."""
 
     def __init__(self, workshop: Workshop, method: str, **core: Any) -> None:
-        self.speculator = workshop.speculator(method)
-        assert isinstance(self.speculator, AutoRegressiveSpeculator)
+        self.speculator = workshop.draft_model(workshop.drafter(method))
         self.rounds = record_rounds(self.speculator)
         self.checker = RoundChecker(workshop, method)
         self.core: EngineCore = workshop.core(
@@ -73,10 +72,12 @@ def test_after_prefill_and_every_kind_of_acceptance(
     results = watched.run(workshop.requests(setting, choices))
     assert observations(results) == {"full", "partial", "zero"}
     lengths = {len(prompt) for prompt in workshop.prompts}
-    assert any(len(item.confirmed) - 1 in lengths for item in watched.rounds), "no round right after a prefill"
+    assert any(len(item.confirmed) - 1 in lengths for item in watched.rounds), (
+        "no round right after a prefill"
+    )
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13])
+@pytest.mark.parametrize("chunk", [1, 2, 3, 5, 7, 11, 12, 13])
 def test_after_chunked_prefill_with_ends_at_every_offset(workshop: Workshop, method: str, chunk: int) -> None:
     """known-faults 25: the tail of a chunk is paired with the next prompt token."""
     watched = Watched(workshop, method, max_prefill_chunk=chunk)
@@ -93,7 +94,9 @@ def test_after_a_prefix_hit(workshop: Workshop, method: str, block_size: int) ->
     again = watched.run([request("again", prompt, k=3, max_tokens=12)])
     assert again["again"].num_cached_tokens > 0
     other = [*prompt[:35], 260, 261, 262]
-    partly = watched.run([request("other", other, k=4, max_tokens=12), request("longer", [*prompt, 265, 266], k=2)])
+    partly = watched.run(
+        [request("other", other, k=4, max_tokens=12), request("longer", [*prompt, 265, 266], k=2)]
+    )
     assert partly["other"].num_cached_tokens >= 35 // block_size * block_size - block_size
     assert partly["longer"].num_cached_tokens > 0
 
@@ -122,8 +125,9 @@ def test_after_periods_without_drafts(workshop: Workshop, method: str, depth: in
     policy: Any = watched.core._scheduler._planner._draft_policy
     inner, turns = policy.choose, count()
 
-    def choose(request: Request) -> DraftChoice:
-        return inner(request)._replace(k=3 if next(turns) // 24 % 2 == 0 else 0)
+    def choose(request: Request, num_decoding: int) -> DraftChoice:
+        choice: DraftChoice = inner(request, num_decoding)
+        return choice._replace(k=3 if next(turns) // 24 % 2 == 0 else 0)
 
     policy.choose = choose
     results = watched.run(workshop.requests("greedy", [(method, 3)]))
@@ -146,7 +150,9 @@ def test_after_nothing_but_rejections(workshop: Workshop, method: str) -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_an_always_wrong_drafter_of_one_token_changes_nothing(workshop: Workshop, method: str, depth: int) -> None:
+def test_an_always_wrong_drafter_of_one_token_changes_nothing(
+    workshop: Workshop, method: str, depth: int
+) -> None:
     """known-faults 32: a rejection takes effect in the same step."""
     watched = Watched(workshop, method, depth=depth)
     always_wrong(watched.speculator, workshop)

@@ -395,7 +395,7 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("version", "kv_cache_bytes", "kv_bytes_per_token", "block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens", "speculators", "default_speculator", "max_steps_in_flight", "startup_seconds", "uptime_seconds", "max_message_bytes")
+    __slots__ = ("version", "kv_cache_bytes", "kv_bytes_per_token", "block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens", "speculators", "default_speculator", "max_steps_in_flight", "startup_seconds", "uptime_seconds", "max_message_bytes", "synthetic_acceptance")
     class StartupSecondsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -416,6 +416,7 @@ class GetServerInfoResponse(_message.Message):
     STARTUP_SECONDS_FIELD_NUMBER: _ClassVar[int]
     UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SYNTHETIC_ACCEPTANCE_FIELD_NUMBER: _ClassVar[int]
     version: str
     kv_cache_bytes: int
     kv_bytes_per_token: int
@@ -429,7 +430,8 @@ class GetServerInfoResponse(_message.Message):
     startup_seconds: _containers.ScalarMap[str, float]
     uptime_seconds: float
     max_message_bytes: int
-    def __init__(self, version: _Optional[str] = ..., kv_cache_bytes: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., speculators: _Optional[_Iterable[str]] = ..., default_speculator: _Optional[str] = ..., max_steps_in_flight: _Optional[int] = ..., startup_seconds: _Optional[_Mapping[str, float]] = ..., uptime_seconds: _Optional[float] = ..., max_message_bytes: _Optional[int] = ...) -> None: ...
+    synthetic_acceptance: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, version: _Optional[str] = ..., kv_cache_bytes: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., speculators: _Optional[_Iterable[str]] = ..., default_speculator: _Optional[str] = ..., max_steps_in_flight: _Optional[int] = ..., startup_seconds: _Optional[_Mapping[str, float]] = ..., uptime_seconds: _Optional[float] = ..., max_message_bytes: _Optional[int] = ..., synthetic_acceptance: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class GetLoadsRequest(_message.Message):
     __slots__ = ()
