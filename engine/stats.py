@@ -20,10 +20,6 @@ class SpecObservation(msgspec.Struct, frozen=True, kw_only=True):
     num_discarded_over_limit: int = 0  # accepted drafts for which max_tokens or the context had no room
 
     @property
-    def num_rejected(self) -> int:
-        return self.num_drafted - self.num_verifier_accepted
-
-    @property
     def num_discarded_after_stop(self) -> int:
         return self.num_verifier_accepted - self.num_accepted - self.num_discarded_over_limit
 
