@@ -24,6 +24,7 @@ from tools.fetch_model import FetchError, resolve
 from tools.server_process import ServerProcess, ServerStartError, exit_on_sigterm
 
 _PROMPT = "Explain in three sentences why the sky is blue."
+_SPECULATOR = "ngram,k=3"  # needs no model of its own
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,8 @@ def run(console: Console, model: str, prompt: str, max_tokens: int) -> None:
     path = resolve(model)
     console.print(f"model:  {path}")
     with tempfile.TemporaryDirectory(prefix="slipstream-demo-") as folder:
-        server = ServerProcess(path, Path(folder) / "server.log")
+        arguments = ("--speculator", _SPECULATOR)
+        server = ServerProcess(path, Path(folder) / "server.log", arguments=arguments)
         start = time.perf_counter()
         with console.status("starting the server, waiting for health SERVING ..."):
             server.start()
