@@ -217,7 +217,7 @@ def _plan_groups(
                 name=item.method,
                 max_drafts=item.k,
                 kv_group=len(groups) if own_groups else None,
-                drops_last_hit_block=speculator.needs.catch_up == "hidden",
+                keys_next_token=speculator.needs.catch_up == "hidden",
                 max_context=speculator.max_context,
             )
         )

@@ -11,8 +11,8 @@ class DraftMethod(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     max_drafts: int  # k: the default, and the most a request may ask
     kv_group: int | None = None  # index of its own KV group; None: it has none
-    drops_last_hit_block: bool = False
-    """Its KV of a block's last token depends on the token after the block: the last block of a hit is recomputed."""
+    keys_next_token: bool = False
+    """Its KV of a block's last token depends on the token after the block, which thus belongs to the block's name."""
     is_host: bool = False
     """It drafts on the host, from confirmed tokens: a request that it drafts for has one step in flight at most."""
     max_context: int | None = None  # tokens of context that it can draft in; None: as many as the target

@@ -80,6 +80,9 @@ class Request:
     is_announced: bool = False  # the client knows that the prompt is being computed
     prompt_logprobs: list[PositionLogprobs | None] = field(default_factory=list)  # until they are delivered
     block_hashes: list[bytes] = field(default_factory=list)  # of the leading full blocks of `token_ids`
+    draft_block_hashes: list[bytes] = field(
+        default_factory=list
+    )  # of the same, where its drafter names them apart
 
     @property
     def priority(self) -> int:

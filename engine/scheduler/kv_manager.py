@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from engine.kv_spec import KVGroupSpec
 from engine.request import Request
 from engine.scheduler.kv_group import KVGroupManager, make_group_manager
-from engine.scheduler.prefix_cache import extend_block_hashes
+from engine.scheduler.prefix_cache import extend_block_hashes, extend_draft_hashes
 from engine.step import BlockTableUpdate
 
 
@@ -51,10 +51,8 @@ class KVManager:
         hit, before = max_blocks, -1
         while hit != before:
             before = hit
-            for _, group in self._groups_of(request):
-                hit = group.longest_hit(request.block_hashes, hit)
-        if request.draft_method is not None and request.draft_method.drops_last_hit_block:
-            return max(hit - 1, 0)
+            for index, group in self._groups_of(request):
+                hit = group.longest_hit(_names(request, index), hit)
         return hit
 
     # ---- room ----------------------------------------------------------------------------------------------
@@ -63,9 +61,9 @@ class KVManager:
         """Per group: blocks missing now (<= 0: none) to start with all of `token_ids` and leave `reserve`
         blocks.
         """
-        hit_hashes = request.block_hashes[:num_hit_blocks]
         shortage = self._no_shortage()
         for index, group in self._groups_of(request):
+            hit_hashes = _names(request, index)[:num_hit_blocks]
             shortage[index] += reserve + group.num_blocks_to_start(hit_hashes, _num_tokens_at_start(request))
         return shortage
 
@@ -97,11 +95,10 @@ class KVManager:
         """Share the blocks of the hit and take blocks for the rest of `token_ids` and what its drafter writes
         behind them; the request must have a row.
         """
-        hit_hashes = request.block_hashes[:num_hit_blocks]
         num_tokens = _num_tokens_at_start(request)
         updates = []
         for index, group in self._groups_of(request):
-            group.start(request.request_id, hit_hashes)
+            group.start(request.request_id, _names(request, index)[:num_hit_blocks])
             group.grow(request.request_id, num_tokens)
             table = group.tables[request.request_id]
             updates.append(BlockTableUpdate(index, request.row, 0, list(table)))
@@ -131,8 +128,9 @@ class KVManager:
         if num_blocks <= held.num_committed_blocks or not self._enable_prefix_cache:
             return
         self._extend_hashes(request, num_tokens)
-        for _, group in self._groups_of(request):
-            group.commit(request.request_id, request.block_hashes[:num_blocks], held.num_committed_blocks)
+        for index, group in self._groups_of(request):
+            names = _names(request, index)[:num_blocks]
+            group.commit(request.request_id, names, held.num_committed_blocks)
         held.num_committed_blocks = num_blocks
 
     def free(self, request: Request, fence_step: int, *, keep_findable: bool) -> None:
@@ -174,6 +172,10 @@ class KVManager:
         extend_block_hashes(
             request.block_hashes, request.token_ids, num_tokens, self.block_size, request.message.cache_salt
         )
+        if _has_draft_names(request):
+            extend_draft_hashes(
+                request.draft_block_hashes, request.block_hashes, request.token_ids, self.block_size
+            )
 
     def _round_up(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size) * self.block_size
@@ -181,3 +183,14 @@ class KVManager:
 
 def _num_tokens_at_start(request: Request) -> int:
     return min(len(request.token_ids) + request.num_lookahead_slots, request.token_limit)
+
+
+def _has_draft_names(request: Request) -> bool:
+    return request.draft_method is not None and request.draft_method.keys_next_token
+
+
+def _names(request: Request, group: int) -> Sequence[bytes]:
+    """Of the request's leading full blocks, as this group keeps them."""
+    method = request.draft_method
+    is_keyed = method is not None and method.keys_next_token and method.kv_group == group
+    return request.draft_block_hashes if is_keyed else request.block_hashes

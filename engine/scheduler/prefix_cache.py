@@ -32,5 +32,18 @@ def extend_block_hashes(
         block_hashes.append(parent)
 
 
+def extend_draft_hashes(
+    draft_hashes: list[bytes], block_hashes: list[bytes], token_ids: list[int], block_size: int
+) -> None:
+    """The same for a drafter whose KV of a token depends on the next token too: names of its blocks, up to as many as
+    there are in `block_hashes`. Blocks that are equal but for what comes next have different names.
+    """
+    for index in range(len(draft_hashes), len(block_hashes)):
+        next_token = array(_TOKEN_TYPE, token_ids[(index + 1) * block_size : (index + 1) * block_size + 1])
+        assert next_token, "a block was named before the token behind it was known"
+        name = blake2b(block_hashes[index] + next_token.tobytes(), digest_size=DIGEST_SIZE).digest()
+        draft_hashes.append(name)
+
+
 def _root(salt: str) -> bytes:
     return blake2b(salt.encode(), digest_size=DIGEST_SIZE, person=b"slipstream-salt").digest()

@@ -14,7 +14,6 @@ import pytest
 
 from engine.config import SpeculatorConfig
 from engine.core import EngineCore
-from engine.draft_method import DraftMethod
 from engine.messages import AddRequest
 from engine.spec_decode.registry import SPECULATORS
 from tests.support.engine_harness import Harness, Result
@@ -90,15 +89,14 @@ def test_preemption_and_tiny_chunks_change_nothing(method: str, layout: str, wor
 @pytest.mark.parametrize(("depth", "block_size"), [(1, 16), (2, 1)])
 @pytest.mark.parametrize("method", SPECULATORS.names())
 def test_prefix_hits_change_nothing(method: str, depth: int, block_size: int, workshop: Workshop) -> None:
-    """Twice the same, and hits are as long as without speculation, less one block where drafter KV looks ahead."""
+    """Twice the same, and hits are as long as without speculation."""
     core = workshop.core([workshop.drafter(method)], depth=depth, block_size=block_size)
     for _ in range(2):
         results = Harness(core).run(workshop.requests("greedy", [(method, 3)]))
         check_equals_plain(workshop, "greedy", results)
-    dropped = int(draft_method(core, method).drops_last_hit_block)
     for prompt, result in zip(workshop.prompts, results.values(), strict=True):
         num_hit_blocks = (len(prompt) - 1) // block_size
-        assert result.num_cached_tokens == max(num_hit_blocks - dropped, 0) * block_size
+        assert result.num_cached_tokens == num_hit_blocks * block_size
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 4, 5])
@@ -183,8 +181,3 @@ def check_acceptance_varied(method: str, results: dict[str, Result]) -> None:
     assert any(accepted == drafted for accepted, drafted in counts), "no verification accepted all drafts"
     assert any(accepted == 0 for accepted, _ in counts), "no verification accepted none"
     assert any(0 < accepted < drafted for accepted, drafted in counts), "no verification accepted some"
-
-
-def draft_method(core: EngineCore, name: str) -> DraftMethod:
-    """What the scheduler knows of a loaded method."""
-    return core._scheduler._draft_policy.methods[name]

@@ -130,7 +130,7 @@ class SchedulerHarness:
             name="scripted",
             max_drafts=max(k, 1),
             kv_group=drafter_group,
-            drops_last_hit_block=has_drafter,
+            keys_next_token=has_drafter,
             is_host=host is not None,
             max_context=drafter_context,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from engine.scheduler.prefix_cache import extend_block_hashes
+from engine.scheduler.prefix_cache import extend_block_hashes, extend_draft_hashes
 
 
 def hashes(tokens: list[int], block_size: int = 4, salt: str = "") -> list[bytes]:
@@ -52,3 +52,18 @@ def test_hashes_are_at_least_128_bit_and_the_same_in_every_process() -> None:
     (block_hash,) = hashes([1, 2, 3, 4])
     assert len(block_hash) >= 16
     assert block_hash.hex() == "04ac1b53cffa727e7153b552672c6f4a"
+
+
+def test_a_drafter_that_looks_one_token_ahead_tells_blocks_apart_by_what_follows() -> None:
+    names = []
+    for last in (8, 9):
+        tokens = [1, 2, 3, 4, last]
+        hashes: list[bytes] = []
+        draft_hashes: list[bytes] = []
+        extend_block_hashes(hashes, tokens, 4, 2, "")
+        extend_draft_hashes(draft_hashes, hashes, tokens, 2)
+        names.append((hashes, draft_hashes))
+    (hashes, draft_hashes), (other_hashes, other_draft_hashes) = names
+    assert hashes == other_hashes
+    assert draft_hashes[0] == other_draft_hashes[0]
+    assert draft_hashes[1] != other_draft_hashes[1]
