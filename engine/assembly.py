@@ -103,19 +103,89 @@ def assemble(
     on_host = {name: item for name, item in speculators.items() if isinstance(item, HostSpeculator)}
     methods, groups = _plan_groups(config, model, on_device)
     max_model_len = min(config.max_model_len or model.max_position_embeddings, model.max_position_embeddings)
-    max_num_seqs = config.scheduler.max_num_seqs
-    block_size = config.cache.block_size
     num_blocks = choose_num_blocks(
-        config.cache, groups, device=device, max_model_len=max_model_len, max_num_seqs=max_num_seqs
+        config.cache,
+        groups,
+        device=device,
+        max_model_len=max_model_len,
+        max_num_seqs=config.scheduler.max_num_seqs,
     )
+    # Steps overlap where launching does not wait for the result.
+    depth = config.max_steps_in_flight or (2 if device.type == "cuda" else 1)
+    model_info = msgspec.structs.replace(
+        _describe(config, loaded, groups, num_blocks, max_model_len),
+        device=str(device),
+        max_steps_in_flight=depth,
+        speculators=tuple(speculators),
+        startup_seconds=startup_seconds or {},
+    )
+    runner = _make_runner(config, loaded, model_info, on_device, methods, groups, device)
+    scheduler = Scheduler(
+        config=config.scheduler,
+        block_size=config.cache.block_size,
+        num_blocks=num_blocks,
+        groups=groups,
+        enable_prefix_cache=config.cache.enable_prefix_cache,
+        max_model_len=max_model_len,
+        eos_token_ids=loaded.eos_token_ids,
+        max_drafts=config.max_speculative_tokens,
+        max_steps_in_flight=depth,
+        draft_policy=AdaptiveDraftPolicy(methods),
+        host_drafts=HostDrafts(on_host, model.vocab_size),
+        make_cutter=_CutterFactory(config, loaded.eos_token_ids, max_model_len),
+    )
+    return EngineParts(scheduler, wrap_executor(SingleExecutor(runner)), model_info)
+
+
+def _describe(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    groups: Sequence[KVGroupSpec],
+    num_blocks: int,
+    max_model_len: int,
+) -> ModelInfo:
+    """What the frontend is told of the engine."""
+    kv_bytes_per_token = sum(group.bytes_per_token for group in groups)
+    return ModelInfo(
+        model_name=config.model.name,
+        architecture=loaded.architecture,
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        device=config.device,
+        vocab_size=loaded.model.vocab_size,
+        max_model_len=max_model_len,
+        eos_token_ids=loaded.eos_token_ids,
+        num_parameters=loaded.num_parameters,
+        weight_bytes=loaded.weight_bytes,
+        kv_bytes_per_token=kv_bytes_per_token,
+        kv_cache_bytes=kv_bytes_per_token * config.cache.block_size * num_blocks,
+        num_blocks=num_blocks,
+        block_size=config.cache.block_size,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        max_steps_in_flight=1,
+        default_speculator=config.speculators[0].method if config.speculators else "none",
+        synthetic_acceptance=config.synthetic_acceptance or (),
+    )
+
+
+def _make_runner(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    info: ModelInfo,
+    speculators: Mapping[str, BaseSpeculator],
+    methods: Sequence[DraftMethod],
+    groups: Sequence[KVGroupSpec],
+    device: torch.device,
+) -> ModelRunner:
+    """Allocate the KV caches, the target's and the drafter's, and bind everything that lives on the device."""
     backend = make_attention_backend(config.attention_backend, device)
-    block_tables = BlockTables(len(groups), max_num_seqs, max_model_len, block_size, device)
+    block_tables = BlockTables(len(groups), info.max_num_seqs, info.max_model_len, info.block_size, device)
 
     def allocate(some_groups: Sequence[KVGroupSpec]) -> dict[int, LayerKVCache]:
-        return allocate_caches(some_groups, num_blocks, block_size, loaded.dtype, device)
+        return allocate_caches(some_groups, info.num_blocks, info.block_size, loaded.dtype, device)
 
     for method in methods:
-        speculator = on_device.get(method.name)
+        speculator = speculators.get(method.name)
         if isinstance(speculator, DraftModelSpeculator) and method.kv_group is not None:
             group = groups[method.kv_group]
             speculator.bind(
@@ -127,61 +197,20 @@ def assemble(
                     caches=allocate([group]),
                 )
             )
-    target_groups = model.kv_groups()
-    max_drafts = config.max_speculative_tokens
-    runner = ModelRunner(
-        model=model,
+    target_groups = loaded.model.kv_groups()
+    return ModelRunner(
+        model=loaded.model,
         backend=backend,
         groups=target_groups,
         caches=allocate(target_groups),
         block_tables=block_tables,
-        speculators=SpeculatorSet(on_device, model.vocab_size),
+        speculators=SpeculatorSet(speculators, loaded.model.vocab_size),
         rule=_make_rule(config, loaded, device),
-        max_num_rows=max_num_seqs,
-        max_model_len=max_model_len,
-        max_drafts=max_drafts,
+        max_num_rows=info.max_num_seqs,
+        max_model_len=info.max_model_len,
+        max_drafts=config.max_speculative_tokens,
         device=device,
     )
-    # Steps overlap where launching does not wait for the result.
-    depth = config.max_steps_in_flight or (2 if device.type == "cuda" else 1)
-    scheduler = Scheduler(
-        config=config.scheduler,
-        block_size=block_size,
-        num_blocks=num_blocks,
-        groups=groups,
-        enable_prefix_cache=config.cache.enable_prefix_cache,
-        max_model_len=max_model_len,
-        eos_token_ids=loaded.eos_token_ids,
-        max_drafts=max_drafts,
-        max_steps_in_flight=depth,
-        draft_policy=AdaptiveDraftPolicy(methods),
-        host_drafts=HostDrafts(on_host, model.vocab_size),
-        make_cutter=_CutterFactory(config, loaded.eos_token_ids, max_model_len),
-    )
-    kv_bytes_per_token = sum(group.bytes_per_token for group in groups)
-    model_info = ModelInfo(
-        model_name=config.model.name,
-        architecture=loaded.architecture,
-        dtype=str(loaded.dtype).removeprefix("torch."),
-        device=str(device),
-        vocab_size=model.vocab_size,
-        max_model_len=max_model_len,
-        eos_token_ids=loaded.eos_token_ids,
-        num_parameters=loaded.num_parameters,
-        weight_bytes=loaded.weight_bytes,
-        kv_bytes_per_token=kv_bytes_per_token,
-        kv_cache_bytes=kv_bytes_per_token * block_size * num_blocks,
-        num_blocks=num_blocks,
-        block_size=block_size,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-        max_steps_in_flight=depth,
-        speculators=tuple(speculators),
-        default_speculator=methods[0].name if methods else "none",
-        synthetic_acceptance=config.synthetic_acceptance or (),
-        startup_seconds=startup_seconds or {},
-    )
-    return EngineParts(scheduler, wrap_executor(SingleExecutor(runner)), model_info)
 
 
 def _make_rule(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> VerificationRule:

@@ -83,6 +83,16 @@ class EngineConfig(_Frozen):
     synthetic_acceptance: tuple[float, ...] | None = None
     """Benchmarks only: rate at which draft i is accepted, given that all before it were, whatever the target says."""
 
+    @field_validator("speculators")
+    @classmethod
+    def _check_distinct(cls, speculators: tuple[SpeculatorConfig, ...]) -> tuple[SpeculatorConfig, ...]:
+        methods = [speculator.method for speculator in speculators]
+        if len(set(methods)) < len(methods):
+            raise ValueError(
+                f"expected each method once, a request chooses by its name: {', '.join(methods)}"
+            )
+        return speculators
+
     @field_validator("synthetic_acceptance")
     @classmethod
     def _check_synthetic(

@@ -20,7 +20,7 @@ class DraftDistributions:
         self._is_sampled = torch.zeros(max_num_rows, max_drafts, dtype=torch.bool, device=device)
 
     def clear(self, rows: torch.Tensor) -> None:
-        """Forget those of these rows, [n] int64, before others make their drafts."""
+        """Forget those of these rows, [n] int64, before drafts are made for them, here or on the host."""
         self._is_sampled[rows] = False
 
     def record(self, rows: torch.Tensor, steps: torch.Tensor, probs: torch.Tensor) -> None:

@@ -11,13 +11,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 
 from engine.attention.backend import AttentionBackend, AttentionContext
 from engine.attention.metadata import LayerKVCache
 from engine.batch.block_tables import BlockTables
-from engine.batch.buffers import to_device
 from engine.batch.input_batch import InputBatch, gather_batch
 from engine.batch.request_rows import RequestRows
 from engine.kv_spec import KVGroupSpec
@@ -144,9 +142,6 @@ class ModelRunner:
             self._draft_methods[new.row] = "none"
         self._block_tables.apply(plan.block_table_updates)
         self._rows.set_drafts(plan.host_drafts)
-        if plan.host_drafts and self._rule.draft_distributions is not None:
-            rows = np.array(list(plan.host_drafts), dtype=np.int64)
-            self._rule.draft_distributions.clear(to_device(rows, self._rows.device))
 
     def _verify(
         self, target: TargetPass, logits: torch.Tensor

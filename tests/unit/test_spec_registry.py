@@ -149,3 +149,9 @@ def test_a_request_for_what_is_not_loaded_is_refused(workshop: Workshop) -> None
             core.handle(request("r", [260, 261], **wish))
         assert isinstance(caught.value, EngineError)
         assert caught.value.field.startswith("speculation.")
+
+
+def test_a_method_that_is_named_twice_is_refused() -> None:
+    speculators = [{"method": "ngram", "k": 3}, {"method": "ngram", "k": 5}]
+    with pytest.raises(ConfigError, match="each method once"):
+        engine_config(model={"model": "x"}, speculators=speculators)
