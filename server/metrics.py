@@ -217,6 +217,7 @@ class Metrics:
         num_rejected = observation.num_drafted - observation.num_verifier_accepted
         self._discarded_tokens.labels(model, method, "rejected").inc(num_rejected)
         self._discarded_tokens.labels(model, method, cut_reason).inc(observation.num_discarded_after_stop)
+        self._discarded_tokens.labels(model, method, "over_limit").inc(observation.num_discarded_over_limit)
 
     # ---- requests ------------------------------------------------------------------------------------------
 
