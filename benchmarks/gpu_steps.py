@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from engine.config import engine_config
@@ -122,16 +123,8 @@ def main() -> None:
         torch.cuda.empty_cache()
     if arguments.output:
         environment = current_environment(device=torch.cuda.get_device_name(), num_threads=None)
-        arguments.output.write_text(
-            json.dumps(
-                {
-                    "environment": environment.__struct_fields__
-                    and {name: getattr(environment, name) for name in environment.__struct_fields__},
-                    "rows": rows,
-                },
-                indent=2,
-            )
-        )
+        report = {"environment": msgspec.to_builtins(environment), "rows": rows}
+        arguments.output.write_text(json.dumps(report, indent=2))
 
 
 if __name__ == "__main__":

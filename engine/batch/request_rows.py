@@ -40,10 +40,8 @@ class RequestRows:
     def set_row(self, new: NewRow) -> None:
         """Fill a row from host data (asynchronous copies from pinned memory on CUDA)."""
         row = new.row
-        tokens = torch.tensor(new.token_ids, dtype=torch.int32)
-        if self.device.type == "cuda":
-            tokens = tokens.pin_memory()
-        self.token_history[row, : len(new.token_ids)].copy_(tokens, non_blocking=True)
+        tokens = to_device(np.array(new.token_ids, dtype=np.int32), self.device)
+        self.token_history[row, : len(new.token_ids)].copy_(tokens)
         self.num_prompt_tokens[row].fill_(new.num_prompt_tokens)
         self.num_tokens[row].fill_(len(new.token_ids))
         self.num_computed_tokens[row].fill_(new.num_computed_tokens)

@@ -1,4 +1,4 @@
-"""The loaded speculators: runs each on the requests that use it, and is the only writer of draft tokens.
+"""The loaded speculators: runs each on the requests that use it, checks its drafts and writes them into the rows.
 
 It is also where a drafter's faults end. A method that raises, or that returns something else than drafts, leaves its
 requests without drafts for one step; the target's tokens and the drafts of other methods are not touched. Drafts that
