@@ -13,16 +13,18 @@ import msgspec
 import torch
 from tokenizers import Tokenizer
 
+from engine.attention.backend import AttentionBackend
 from engine.attention.metadata import LayerKVCache
 from engine.attention.registry import make_attention_backend
 from engine.batch.block_tables import BlockTables
 from engine.checkpoint.tokenizer_files import tokenizer_json
 from engine.config import EngineConfig
+from engine.cudagraph import CudaRecorder, Recorder
 from engine.draft_method import DraftMethod
 from engine.errors import ConfigError
 from engine.executor import Executor, SingleExecutor
 from engine.finish import RequestCutter
-from engine.kv_spec import KVGroupSpec
+from engine.kv_spec import KVGroupSpec, KVGroupUsage
 from engine.messages import AddRequest, LoadProgress, ModelInfo
 from engine.models.base import CausalLM
 from engine.models.loader import LoadedModel, load_model
@@ -39,8 +41,10 @@ from engine.spec_decode.registry import Speculator, init_speculator
 from engine.spec_decode.speculator import BaseSpeculator, DraftContext
 from engine.spec_decode.speculator_set import SpeculatorSet
 from engine.text.incremental_decoder import IncrementalDecoder, load_tokenizer
+from engine.worker.graphs import TargetGraphManager
 from engine.worker.memory import allocate_caches, choose_num_blocks
 from engine.worker.model_runner import ModelRunner
+from engine.worker.target import EagerTarget
 
 
 @dataclass(frozen=True)
@@ -103,23 +107,28 @@ def assemble(
     on_host = {name: item for name, item in speculators.items() if isinstance(item, HostSpeculator)}
     methods, groups = _plan_groups(config, model, on_device)
     max_model_len = min(config.max_model_len or model.max_position_embeddings, model.max_position_embeddings)
+    # Before the KV cache takes its share of what is free: the ratio test keeps whole distributions.
+    rule = _make_rule(config, loaded, device)
+    # Steps overlap where launching does not wait for the result.
+    depth = config.max_steps_in_flight or (2 if device.type == "cuda" else 1)
     num_blocks = choose_num_blocks(
         config.cache,
         groups,
         device=device,
         max_model_len=max_model_len,
         max_num_seqs=config.scheduler.max_num_seqs,
+        max_tokens_in_flight=depth * config.scheduler.max_num_batched_tokens,
     )
-    # Steps overlap where launching does not wait for the result.
-    depth = config.max_steps_in_flight or (2 if device.type == "cuda" else 1)
     model_info = msgspec.structs.replace(
         _describe(config, loaded, groups, num_blocks, max_model_len),
         device=str(device),
         max_steps_in_flight=depth,
         speculators=tuple(speculators),
-        startup_seconds=startup_seconds or {},
+        startup_seconds=dict(startup_seconds or {}),
     )
-    runner = _make_runner(config, loaded, model_info, on_device, methods, groups, device)
+    started_at = time.perf_counter()
+    runner = _make_runner(config, loaded, model_info, on_device, methods, groups, rule, device)
+    model_info.startup_seconds["capture"] = time.perf_counter() - started_at
     scheduler = Scheduler(
         config=config.scheduler,
         block_size=config.cache.block_size,
@@ -130,7 +139,7 @@ def assemble(
         eos_token_ids=loaded.eos_token_ids,
         max_drafts=config.max_speculative_tokens,
         max_steps_in_flight=depth,
-        draft_policy=AdaptiveDraftPolicy(methods),
+        draft_policy=AdaptiveDraftPolicy(methods, config.default_speculator),
         host_drafts=HostDrafts(on_host, model.vocab_size),
         make_cutter=_CutterFactory(config, loaded.eos_token_ids, max_model_len),
     )
@@ -141,11 +150,20 @@ def _describe(
     config: EngineConfig,
     loaded: LoadedModel,
     groups: Sequence[KVGroupSpec],
-    num_blocks: int,
+    num_blocks: Sequence[int],
     max_model_len: int,
 ) -> ModelInfo:
     """What the frontend is told of the engine."""
-    kv_bytes_per_token = sum(group.bytes_per_token for group in groups)
+    kv_groups = tuple(
+        KVGroupUsage(
+            name=group.name,
+            window=group.window,
+            bytes_per_token=group.bytes_per_token,
+            num_blocks=count,
+        )
+        for group, count in zip(groups, num_blocks, strict=True)
+    )
+    num_bytes = config.cache.block_size * sum(group.bytes_per_token * group.num_blocks for group in kv_groups)
     return ModelInfo(
         model_name=config.model.name,
         architecture=loaded.architecture,
@@ -156,14 +174,15 @@ def _describe(
         eos_token_ids=loaded.eos_token_ids,
         num_parameters=loaded.num_parameters,
         weight_bytes=loaded.weight_bytes,
-        kv_bytes_per_token=kv_bytes_per_token,
-        kv_cache_bytes=kv_bytes_per_token * config.cache.block_size * num_blocks,
-        num_blocks=num_blocks,
+        kv_bytes_per_token=sum(group.bytes_per_token for group in kv_groups),
+        kv_cache_bytes=num_bytes,
+        kv_groups=kv_groups,
+        num_blocks=max(num_blocks),
         block_size=config.cache.block_size,
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         max_steps_in_flight=1,
-        default_speculator=config.speculators[0].method if config.speculators else "none",
+        default_speculator=config.default_speculator,
         synthetic_acceptance=config.synthetic_acceptance or (),
     )
 
@@ -175,42 +194,88 @@ def _make_runner(
     speculators: Mapping[str, BaseSpeculator],
     methods: Sequence[DraftMethod],
     groups: Sequence[KVGroupSpec],
+    rule: VerificationRule,
     device: torch.device,
 ) -> ModelRunner:
     """Allocate the KV caches, the target's and the drafter's, and bind everything that lives on the device."""
     backend = make_attention_backend(config.attention_backend, device)
-    block_tables = BlockTables(len(groups), info.max_num_seqs, info.max_model_len, info.block_size, device)
+    block_tables = BlockTables(
+        len(groups), info.max_num_seqs + 1, info.max_model_len, info.block_size, device
+    )
 
-    def allocate(some_groups: Sequence[KVGroupSpec]) -> dict[int, LayerKVCache]:
-        return allocate_caches(some_groups, info.num_blocks, info.block_size, loaded.dtype, device)
+    def allocate(group_indices: Sequence[int]) -> dict[int, LayerKVCache]:
+        specs = [groups[index] for index in group_indices]
+        counts = [info.kv_groups[index].num_blocks for index in group_indices]
+        return allocate_caches(specs, counts, info.block_size, loaded.dtype, device)
 
+    num_target_groups = sum(not group.is_drafter for group in groups)
+    target_groups = groups[:num_target_groups]
+    target_caches = allocate(range(num_target_groups))
     for method in methods:
         speculator = speculators.get(method.name)
-        if isinstance(speculator, DraftModelSpeculator) and method.kv_group is not None:
-            group = groups[method.kv_group]
+        if isinstance(speculator, DraftModelSpeculator):
+            indices = method.kv_groups or tuple(range(num_target_groups))
             speculator.bind(
                 DraftContext(
                     backend=backend,
                     block_tables=block_tables,
-                    group_index=method.kv_group,
-                    group=group,
-                    caches=allocate([group]),
+                    group_indices=indices,
+                    groups=[groups[index] for index in indices],
+                    caches=allocate(indices) if method.has_own_kv else target_caches,
                 )
             )
-    target_groups = loaded.model.kv_groups()
-    return ModelRunner(
+    speculator_set = SpeculatorSet(speculators, loaded.model.vocab_size)
+    eager = EagerTarget(
         model=loaded.model,
         backend=backend,
         groups=target_groups,
-        caches=allocate(target_groups),
+        caches=target_caches,
+        aux_layers=speculator_set.needs.aux_layers,
+    )
+    recorder = _make_recorder(config, backend, device)
+    runner = ModelRunner(
+        model=loaded.model,
+        target=_with_graphs(config, eager, block_tables, info, recorder) if recorder else eager,
         block_tables=block_tables,
-        speculators=SpeculatorSet(speculators, loaded.model.vocab_size),
-        rule=_make_rule(config, loaded, device),
+        speculators=speculator_set,
+        rule=rule,
         max_num_rows=info.max_num_seqs,
         max_model_len=info.max_model_len,
         max_drafts=config.max_speculative_tokens,
         device=device,
     )
+    if recorder:
+        runner.capture(recorder, eager)
+    return runner
+
+
+def _make_recorder(config: EngineConfig, backend: AttentionBackend, device: torch.device) -> Recorder | None:
+    """What records graphs, as far as the configuration and the device allow any."""
+    is_possible = device.type == "cuda" and backend.is_capturable
+    if config.cuda_graphs == "full_decode" and not is_possible:
+        raise ConfigError(
+            f"cuda_graphs: got 'full_decode' with the attention backend {config.attention_backend!r} on {device}, "
+            f"expected a backend whose launches can be captured, on CUDA"
+        )
+    return CudaRecorder(device) if config.cuda_graphs != "none" and is_possible else None
+
+
+def _with_graphs(
+    config: EngineConfig, eager: EagerTarget, block_tables: BlockTables, info: ModelInfo, recorder: Recorder
+) -> TargetGraphManager:
+    """The target with the forward pass of its decode steps captured."""
+    manager = TargetGraphManager(
+        eager,
+        block_size=info.block_size,
+        max_blocks=block_tables.max_blocks,
+        max_num_seqs=info.max_num_seqs,
+        max_drafts=config.max_speculative_tokens,
+        device=block_tables.tables[0].device,
+        recorder=recorder,
+    )
+    with torch.inference_mode():
+        manager.capture()
+    return manager
 
 
 def _make_rule(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> VerificationRule:
@@ -227,7 +292,11 @@ def _plan_groups(
     config: EngineConfig, model: CausalLM, on_device: Mapping[str, BaseSpeculator]
 ) -> tuple[list[DraftMethod], list[KVGroupSpec]]:
     """The loaded methods as the scheduler sees them, and all KV groups: the target's, then a drafter's own."""
-    groups = model.kv_groups()
+    extra_keys = max((speculator.needs.extra_window_keys for speculator in on_device.values()), default=0)
+    groups = [
+        msgspec.structs.replace(group, extra_window_keys=extra_keys if group.window else 0)
+        for group in model.kv_groups()
+    ]
     methods = []
     owners = [name for name, speculator in on_device.items() if speculator.needs.draft_kv == "own"]
     if len(owners) > 1:
@@ -245,8 +314,8 @@ def _plan_groups(
             DraftMethod(
                 name=item.method,
                 max_drafts=item.k,
-                kv_group=len(groups) if own_groups else None,
-                keys_next_token=speculator.needs.catch_up == "hidden",
+                kv_groups=tuple(range(len(groups), len(groups) + len(own_groups))),
+                catch_up=speculator.needs.catch_up,
                 max_context=speculator.max_context,
             )
         )

@@ -9,6 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 from engine.errors import ConfigError
 
 DTypeName = Literal["auto", "float32", "float16", "bfloat16", "float64"]
+VerificationName = Literal["coupled", "ratio"]
+CudaGraphsName = Literal["auto", "none", "full_decode"]
 
 
 class _Frozen(BaseModel):
@@ -38,7 +40,12 @@ class CacheConfig(_Frozen):
     block_size: int = Field(default=16, ge=1, le=256)  # tokens
     kv_cache_bytes: int | None = Field(default=None, ge=1)  # None: a share of what is free
     memory_fraction: float = Field(default=0.85, gt=0, le=1)  # of device memory; on CPU a quarter of free RAM
-    num_blocks: int | None = Field(default=None, ge=1)  # overrides the budget (tests)
+    num_blocks: int | None = Field(
+        default=None, ge=1
+    )  # overrides the budget (tests); of pools without a window
+    planned_sequence_length: int = Field(default=8192, ge=1)
+    """Tokens of the requests that the budget is shared out for: layers with a window need less of it the longer they
+    are. Longer requests fit too, up to max_model_len, but then layers without a window fill up first."""
     enable_prefix_cache: bool = True
 
 
@@ -76,8 +83,12 @@ class EngineConfig(_Frozen):
     max_model_len: int | None = Field(default=None, ge=1)  # caps the checkpoint's own limit
     max_steps_in_flight: Literal[1, 2] | None = None  # None: 2 where launches are asynchronous, else 1
     attention_backend: str = "auto"
+    cuda_graphs: CudaGraphsName = "auto"
+    """full_decode: steps that only decode replay the target's forward pass; auto: that, where it is possible."""
     num_threads: int | None = Field(default=None, ge=1)  # CPU only; None: torch's choice
-    verification: Literal["coupled", "ratio"] = "coupled"
+    draft_policy: str = "auto"
+    """What a request gets that names no draft method: "auto", "first" (of those loaded), "none", or a loaded method."""
+    verification: VerificationName = "coupled"
     """coupled: the tokens of plain decoding. ratio: their distribution only, with somewhat more drafts accepted."""
     allow_synthetic: bool = False
     synthetic_acceptance: tuple[float, ...] | None = None
@@ -92,6 +103,18 @@ class EngineConfig(_Frozen):
                 f"expected each method once, a request chooses by its name: {', '.join(methods)}"
             )
         return speculators
+
+    @field_validator("draft_policy")
+    @classmethod
+    def _check_policy(cls, policy: str, info: ValidationInfo) -> str:
+        if "speculators" not in info.data:  # they are wrong themselves
+            return policy
+        methods = [speculator.method for speculator in info.data["speculators"]]
+        known = ("auto", "first", "none", *methods)
+        if policy not in known:
+            loaded = "" if methods else " (no draft method is loaded)"
+            raise ValueError(f"expected one of {', '.join(map(repr, known))}{loaded}")
+        return policy
 
     @field_validator("synthetic_acceptance")
     @classmethod
@@ -110,6 +133,13 @@ class EngineConfig(_Frozen):
         if not all(0.0 <= rate <= 1.0 for rate in rates):
             raise ValueError("expected rates from 0 to 1")
         return rates
+
+    @property
+    def default_speculator(self) -> str:
+        """What stands for the method that a request leaves unset: a loaded method, "auto" or "none"."""
+        if not self.speculators:
+            return "none"
+        return self.speculators[0].method if self.draft_policy == "first" else self.draft_policy
 
     @property
     def max_speculative_tokens(self) -> int:

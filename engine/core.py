@@ -16,7 +16,7 @@ from engine.executor import StepHandle
 from engine.messages import AbortRequests, AddRequest, LoadProgress, ModelInfo, StepMessage
 from engine.params import validate_token_ids
 from engine.stats import StepStats
-from engine.step import StepPlan
+from engine.step import StepOutput, StepPlan
 
 
 @dataclass
@@ -89,7 +89,7 @@ class EngineCore:
         return StepMessage(
             outputs=outputs,
             stats=self._scheduler.stats(),
-            step=self._step_stats(current.schedule_seconds, phases, time.monotonic() - now),
+            step=self._step_stats(current.schedule_seconds, output, time.monotonic() - now),
         )
 
     def close(self) -> None:
@@ -111,9 +111,9 @@ class EngineCore:
                 _InFlight(plan, handle, launched_at, launched_at - drafted_at, drafted_at - started_at)
             )
 
-    def _step_stats(
-        self, schedule_seconds: float, phases: dict[str, float], output_seconds: float
-    ) -> StepStats:
+    def _step_stats(self, schedule_seconds: float, output: StepOutput, output_seconds: float) -> StepStats:
         stats = self._scheduler.step_stats()
+        phases = output.phase_seconds
         stats.phase_seconds = {"schedule": schedule_seconds, **phases, "output": output_seconds}
+        stats.graph_kind, stats.num_padding_tokens = output.graph_kind, output.num_padding_tokens
         return stats

@@ -46,6 +46,9 @@ class SingleExecutor(Executor):
         self._runner = runner
 
     def launch(self, plan: StepPlan) -> StepHandle:
+        pending = self._runner.launch_decode(plan)
+        if pending is not None:
+            return StepHandle(plan, pending=pending)
         handle = StepHandle(plan, target=self._runner.launch_target(plan))
         if not plan.needs_host_inputs:
             self._verify(handle, None)

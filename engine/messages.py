@@ -20,6 +20,7 @@ from engine.errors import (
     RequestFailedError,
     RequestIdInUseError,
 )
+from engine.kv_spec import KVGroupUsage
 from engine.params import SamplingParams, SpeculationParams
 from engine.stats import EngineStats, SpecObservation, StepStats
 
@@ -73,9 +74,10 @@ class ModelInfo(msgspec.Struct, tag=True, kw_only=True, frozen=True):
     eos_token_ids: tuple[int, ...]
     num_parameters: int
     weight_bytes: int
-    kv_bytes_per_token: int
+    kv_bytes_per_token: int  # of all groups; behind its window a token costs a group with a window nothing
     kv_cache_bytes: int
-    num_blocks: int
+    num_blocks: int  # of the largest group: of one without a window, if there is one
+    kv_groups: tuple[KVGroupUsage, ...] = ()
     block_size: int
     max_num_seqs: int
     max_num_batched_tokens: int

@@ -56,13 +56,17 @@ class Request:
     stop_ids: tuple[int, ...]  # masked while fewer than min_tokens were emitted
     token_ids: list[int]  # confirmed: prompt, then emitted
     times: RequestTimes
-    kv_groups: tuple[int, ...]  # KV groups in which it holds blocks
+    kv_groups: tuple[int, ...]  # KV groups that hold all its tokens, or a window of them
     draft_method: DraftMethod | None = None  # who drafts for it
+    draft_kv_groups: tuple[int, ...] = ()  # of a drafter that catches up: they hold what it was fed
 
     status: RequestStatus = RequestStatus.WAITING
     row: int = NO_ROW
     prefill_end: int = 0  # tokens that were confirmed when it was admitted; computed in chunks
     num_computed_tokens: int = 0  # confirmed: their KV is valid
+    draft_watermark: int = 0  # confirmed tokens whose KV is valid in `draft_kv_groups`
+    next_draft_start: int | None = 0
+    """First token to feed its drafter if the steps in flight go well, from below; None: the first of the next step."""
     num_in_flight_tokens: int = 0  # scheduled in launched, uncollected steps
     num_in_flight_steps: int = 0
     num_in_flight_samples: int = 0  # of these steps, those that emit at least one token
@@ -102,6 +106,11 @@ class Request:
         return self.num_computed_tokens + self.num_in_flight_tokens
 
     @property
+    def min_num_computed_tokens(self) -> int:
+        """Lower bound of the first position of its next step."""
+        return self.max_num_computed_tokens if self.num_prefill_tokens_left > 0 else self.min_num_tokens - 1
+
+    @property
     def min_num_tokens(self) -> int:
         """Lower bound of prompt + emitted tokens once the steps in flight are collected."""
         return len(self.token_ids) + self.num_in_flight_samples
@@ -136,3 +145,12 @@ class Request:
             assert self.num_in_flight_samples == 0, "a decode was launched before the prefill"
         elif self.num_in_flight_steps == 0:
             assert self.num_computed_tokens == len(self.token_ids) - 1, "an idle request lacks KV"
+        if self.draft_kv_groups:
+            self._check_drafter()
+
+    def _check_drafter(self) -> None:
+        assert self.draft_watermark <= self.num_computed_tokens, "the drafter is ahead"
+        if self.next_draft_start is not None:
+            assert self.draft_watermark <= self.next_draft_start <= self.max_num_computed_tokens
+        elif self.num_in_flight_steps == 0:
+            assert self.draft_watermark == self.num_computed_tokens, "the drafter has a hole"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 
@@ -31,6 +33,8 @@ class StepStats(msgspec.Struct, kw_only=True):
     num_scheduled_tokens: int = 0
     num_decode_requests: int = 0
     phase_seconds: dict[str, float] = {}
+    graph_kind: Literal["full", "eager"] = "eager"  # how the target ran
+    num_padding_tokens: int = 0  # computed for nobody, as the graph was larger than the step
     num_preempted: int = 0
     num_not_overlapped: int = (
         0  # requests that had to wait for the step before: their drafts are made on the host
@@ -39,7 +43,7 @@ class StepStats(msgspec.Struct, kw_only=True):
 
 
 class EngineStats(msgspec.Struct, kw_only=True):
-    """Load of the engine at one moment. Blocks are those of the KV group that is fullest; every group has as many."""
+    """Load of the engine at one moment. Blocks are those of the KV group of which the largest share is used."""
 
     num_running: int = 0
     num_waiting: int = 0

@@ -7,10 +7,14 @@ requests that verify (decode) first, prefill chunks after them.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from engine.messages import PositionLogprobs
 from engine.params import SamplingParams
+
+GraphKind = Literal["full", "eager"]
 
 
 class NewRow(msgspec.Struct, kw_only=True, frozen=True):
@@ -35,6 +39,18 @@ class BlockTableUpdate(msgspec.Struct, frozen=True):
     block_ids: list[int]
 
 
+class DraftFeed(msgspec.Struct, frozen=True):
+    """Tokens of a request's history, from position `start` on, that its drafter computes after the step. The device
+    leaves out those behind the last one whose KV is valid then.
+
+    Example: the drafter is at 4, 10 tokens are computed, and the step verifies 1 + 2 of which 2 hold: DraftFeed(4, 9)
+    feeds positions 4..11, that is what was missed, 4..9, and what the step computed, 10 and 11.
+    """
+
+    start: int
+    num_tokens: int
+
+
 class ScheduledRequest(msgspec.Struct, kw_only=True, frozen=True):
     """One request of the step.
 
@@ -54,6 +70,7 @@ class ScheduledRequest(msgspec.Struct, kw_only=True, frozen=True):
     keeps_up: str = (
         "none"  # a method other than `method` whose state has to follow the request, without drafting
     )
+    draft_feed: DraftFeed | None = None  # what `method` computes first; None: the step's tokens
 
     @property
     def is_prefill(self) -> bool:
@@ -103,3 +120,5 @@ class StepOutput(msgspec.Struct, kw_only=True):
     step: int
     rows: list[RowResult]
     phase_seconds: dict[str, float] = {}
+    graph_kind: GraphKind = "eager"  # how the target ran: replayed as a whole, or launch by launch
+    num_padding_tokens: int = 0  # that the replayed graph computed for nobody

@@ -22,10 +22,12 @@ from pydantic_settings import (
 
 from engine.config import (
     CacheConfig,
+    CudaGraphsName,
     DTypeName,
     EngineConfig,
     SchedulerConfig,
     SpeculatorConfig,
+    VerificationName,
     describe_validation_error,
     engine_config,
 )
@@ -63,7 +65,13 @@ def _split_speculators(value: object) -> object:
     return [parse_speculator(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
+def _split_rates(value: object) -> object:
+    """Flag and environment have one string: `0.8,0.6`."""
+    return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+
+
 Speculators = Annotated[tuple[SpeculatorConfig, ...], NoDecode, BeforeValidator(_split_speculators)]
+Rates = Annotated[tuple[float, ...] | None, NoDecode, BeforeValidator(_split_rates)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 
 
@@ -95,6 +103,11 @@ class ServerConfig(BaseSettings):
     kv_cache_memory: ByteSize | None = _option(
         None, "Size of the KV cache, such as 2GiB. Default: a share of what is free.", "Engine"
     )
+    planned_sequence_length: int = _option(
+        _CACHE.planned_sequence_length,
+        "Tokens of a long request; shares the KV cache between layers with and without a window.",
+        "Engine",
+    )
     prefix_cache: bool = _option(_CACHE.enable_prefix_cache, "Keep computed prompts for reuse.", "Engine")
     max_num_seqs: int = _option(_SCHEDULER.max_num_seqs, "Requests that run at once.", "Engine")
     max_num_batched_tokens: int = _option(_SCHEDULER.max_num_batched_tokens, "Tokens of one step.", "Engine")
@@ -104,8 +117,29 @@ class ServerConfig(BaseSettings):
     max_steps_in_flight: int | None = _option(
         None, "1 or 2. Default: 2 where the device runs by itself, else 1.", "Engine"
     )
+    attention_backend: str = _option("auto", "auto, torch or triton.", "Engine")
+    cuda_graphs: CudaGraphsName = _option(
+        "auto", "auto, none, or full_decode: steps that only decode are replayed.", "Engine"
+    )
+
     speculators: Speculators = _option(
-        (), "Draft method to load, METHOD,model=PATH,k=N (such as ngram,k=4); may be repeated.", "Engine"
+        (), "Draft method to load, METHOD,model=PATH,k=N (such as ngram,k=4); may be repeated.", "Speculation"
+    )
+    draft_policy: str = _option(
+        "auto",
+        "Draft method of requests that name none: a loaded one, the first, none, or auto (by measured speed).",
+        "Speculation",
+    )
+    verification: VerificationName = _option(
+        "coupled",
+        "coupled: the tokens of plain decoding; ratio: only their distribution, more drafts accepted.",
+        "Speculation",
+    )
+    allow_synthetic: bool = _option(False, "Allow --synthetic-acceptance.", "Speculation")
+    synthetic_acceptance: Rates = _option(
+        None,
+        "For benchmarks, such as 0.8,0.6: accept draft i at rate i, whatever the model says.",
+        "Speculation",
     )
 
     host: str = _option("127.0.0.1", "Address to listen on; 0.0.0.0 for all.", "Service")
@@ -146,6 +180,7 @@ class ServerConfig(BaseSettings):
             cache={
                 "block_size": self.block_size,
                 "kv_cache_bytes": None if self.kv_cache_memory is None else int(self.kv_cache_memory),
+                "planned_sequence_length": self.planned_sequence_length,
                 "enable_prefix_cache": self.prefix_cache,
             },
             scheduler={
@@ -154,6 +189,12 @@ class ServerConfig(BaseSettings):
                 "max_waiting": self.max_waiting,
             },
             speculators=self.speculators,
+            attention_backend=self.attention_backend,
+            cuda_graphs=self.cuda_graphs,
+            draft_policy=self.draft_policy,
+            verification=self.verification,
+            allow_synthetic=self.allow_synthetic,
+            synthetic_acceptance=self.synthetic_acceptance,
             device=self.device,
             max_model_len=self.max_model_len,
             max_steps_in_flight=self.max_steps_in_flight,

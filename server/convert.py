@@ -221,9 +221,10 @@ class RequestConverter:
         return SpeculationParams(method=method if num_tokens else "none", num_speculative_tokens=num_tokens)
 
     def _speculation_limit(self, method: str | None) -> int:
+        method = method or self._model.default_speculator
         if method == "auto":
             return max(self._speculator_limits.values(), default=0)
-        return self._speculator_limits.get(method or self._model.default_speculator, 0)
+        return self._speculator_limits.get(method, 0)
 
 
 def read_identity(request: pb.GenerateRequest) -> tuple[str, int]:

@@ -62,6 +62,9 @@ class Metrics:
         self._engine_up = self._gauge("engine_up", "1 while the engine serves.").labels(self._model)
         self._engine_up.set(0)
         self._startup = self._gauge("startup_seconds", "Seconds of each phase of the start.", "phase")
+        self._start_time = self._gauge(
+            "engine_start_time_seconds", "Unix time since when the engine serves; a change is a restart."
+        )
 
     def _define_requests(self) -> None:
         model = self._model
@@ -109,6 +112,12 @@ class Metrics:
             self._model
         )
         self._step_time = self._histogram("step_time", "Seconds of a step, by phase.", STEP_BUCKETS, "phase")
+        self._graph_replays = self._counter(
+            "graph_replays", "Forward passes, by how they ran: full (one graph) or eager.", "kind", "stage"
+        )
+        self._padding_rows = self._counter(
+            "graph_padding_rows", "Tokens that a graph computed for nobody, as it was larger than the step."
+        ).labels(self._model)
         self._step_tokens = self._histogram(
             "step_tokens", "Tokens computed by a step.", COUNT_BUCKETS
         ).labels(self._model)
@@ -145,6 +154,10 @@ class Metrics:
         self._discarded_tokens = self._counter(
             prefix + "discarded_tokens", "Drafts that were not emitted, by reason.", "method", "reason"
         )
+        self._not_overlapped = self._counter(
+            prefix + "not_overlapped",
+            "Times that a request waited for the step before, as its drafts are made on the host.",
+        ).labels(self._model)
         self._not_drafted = self._counter(
             prefix + "not_drafted", "Times that a request got no drafts in a step, by reason.", "reason"
         )
@@ -162,6 +175,7 @@ class Metrics:
         self._kv_blocks.labels(model, "cached").set_function(lambda: stats().num_cached_blocks)
         for phase, seconds in startup_seconds.items():
             self._startup.labels(model, phase).set(seconds)
+        self._start_time.labels(model).set_to_current_time()
         self._engine_up.set(1)
 
     def engine_stopped(self) -> None:
@@ -199,6 +213,10 @@ class Metrics:
             self._preemptions.inc(step.num_preempted)
         if step.num_scheduled_tokens:
             self._step_tokens.observe(step.num_scheduled_tokens)
+        if step.num_not_overlapped:
+            self._not_overlapped.inc(step.num_not_overlapped)
+        self._graph_replays.labels(self._model, step.graph_kind, "target").inc()
+        self._padding_rows.inc(step.num_padding_tokens)
         for phase, seconds in step.phase_seconds.items():
             self._step_time.labels(self._model, phase).observe(seconds)
         for reason, count in step.not_drafted.items():

@@ -130,6 +130,15 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
             kv_bytes_per_token=info.kv_bytes_per_token,
             block_size=info.block_size,
             num_blocks=info.num_blocks,
+            kv_groups=[
+                pb.KVGroup(
+                    name=group.name,
+                    window=group.window or 0,
+                    bytes_per_token=group.bytes_per_token,
+                    num_blocks=group.num_blocks,
+                )
+                for group in info.kv_groups
+            ],
             max_num_seqs=info.max_num_seqs,
             max_num_batched_tokens=info.max_num_batched_tokens,
             speculators=info.speculators,

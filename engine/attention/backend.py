@@ -7,16 +7,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from engine.attention.metadata import AttentionInputs, LayerKVCache
+from engine.attention.metadata import AttentionInputs, LayerKVCache, NeededTokens
 from engine.kv_spec import KVGroupSpec
 
 
 class AttentionBackend(ABC):
     """One per device and process; stateless between steps."""
+
+    is_capturable: ClassVar[bool] = False
+    """May its launches be captured into a graph and replayed at other lengths? They read all lengths on the device."""
 
     @abstractmethod
     def prepare(self, inputs: AttentionInputs, groups: Sequence[KVGroupSpec]) -> list[Any]:
@@ -46,16 +49,25 @@ class AttentionContext:
         groups: Sequence[KVGroupSpec],
         caches: Mapping[int, LayerKVCache],
         aux_layers: Collection[int] = (),
+        needed: NeededTokens | None = None,
     ) -> None:
         self.backend = backend
         self.inputs = inputs
+        self.groups = groups
         self.caches = caches
         self.metadata = backend.prepare(inputs, groups)
+        self.needed = needed  # the tokens whose final hidden states are used; None: all
         self.aux_hidden_states: dict[int, torch.Tensor] = {}  # layer -> its input, for the layers asked for
         self._aux_layers = frozenset(aux_layers)
         self._group_of_layer = {
             layer: index for index, group in enumerate(groups) for layer in group.layer_indices
         }
+
+    def narrow(self) -> AttentionContext:
+        """Of the needed tokens alone, at least one, for layers that write no cache: `needed.tokens`, in that order."""
+        assert self.needed is not None, "all tokens are needed"
+        inputs = self.inputs.last_tokens(self.needed)
+        return AttentionContext(self.backend, inputs, self.groups, self.caches)
 
     def observe(self, layer_index: int, hidden_states: torch.Tensor) -> None:
         """The input of a layer, [num_tokens, hidden_size], before any norm; kept if a drafter wants it."""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+
+from engine.device import to_device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +35,24 @@ class AttentionInputs:
     def num_reqs(self) -> int:
         return len(self.query_lens)
 
+    def last_tokens(self, needed: NeededTokens) -> AttentionInputs:
+        """The step of the needed tokens alone; requests without any are left out. They see the same keys as before."""
+        requests = [request for request, count in enumerate(needed.counts) if count]
+        counts = np.array([needed.counts[request] for request in requests], dtype=np.int64)
+        device = self.positions.device
+        index = to_device(np.array(requests, dtype=np.int64), device)
+        starts = to_device(np.concatenate(([0], np.cumsum(counts))).astype(np.int32), device)
+        return AttentionInputs(
+            query_lens=counts.tolist(),
+            max_seq_lens=[self.max_seq_lens[request] for request in requests],
+            query_start_loc=starts,
+            seq_lens=self.seq_lens[index],
+            positions=self.positions[needed.tokens],
+            block_tables=tuple(table[index] for table in self.block_tables),
+            slot_mappings=tuple(slots[needed.tokens] for slots in self.slot_mappings),
+            block_size=self.block_size,
+        )
+
     def select(self, requests: list[int], index: torch.Tensor, tokens: torch.Tensor) -> AttentionInputs:
         """The same for some of the requests, by ascending batch index.
 
@@ -48,6 +69,14 @@ class AttentionInputs:
             slot_mappings=tuple(slots[tokens] for slots in self.slot_mappings),
             block_size=self.block_size,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeededTokens:
+    """The last `counts[i]` tokens of each request; tokens: their indices in the step."""
+
+    counts: list[int]  # by request; 0: none of its tokens
+    tokens: torch.Tensor  # [sum of counts] int64
 
 
 @dataclass(frozen=True)

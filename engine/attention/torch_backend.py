@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from engine.attention.backend import AttentionBackend
 from engine.attention.metadata import AttentionInputs, LayerKVCache
+from engine.device import to_device
 from engine.kv_spec import PAD_SLOT_ID, KVGroupSpec
 
 MAX_SHARED_QUERY_LEN = 32  # tokens; longer chunks are attended one by one
@@ -143,11 +145,8 @@ def _select(
         return slice(first, last + 1), slice(starts[first], starts[last + 1])
     query_len = inputs.query_lens[first]
     tokens = [starts[request] + offset for request in requests for offset in range(query_len)]
-    return _to_device(requests, inputs.positions.device), _to_device(tokens, inputs.positions.device)
-
-
-def _to_device(values: list[int], device: torch.device) -> torch.Tensor:
-    return torch.tensor(values, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    device = inputs.positions.device
+    return to_device(np.array(requests), device), to_device(np.array(tokens), device)
 
 
 def _build_writes(slot_mapping: torch.Tensor) -> _Writes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -26,6 +26,8 @@ class _GroupMetadata:
 
 class TritonAttentionBackend(AttentionBackend):
     """All requests of a step in one launch per layer, whatever their query lengths."""
+
+    is_capturable: ClassVar[bool] = True
 
     def prepare(self, inputs: AttentionInputs, groups: Sequence[KVGroupSpec]) -> list[Any]:
         max_query_len, max_seq_len = max(inputs.query_lens), max(inputs.max_seq_lens)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from engine.batch.buffers import to_device
+from engine.device import to_device
 from engine.kv_spec import PAD_SLOT_ID
 from engine.step import BlockTableUpdate
 

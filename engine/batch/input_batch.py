@@ -15,8 +15,8 @@ import torch
 
 from engine.attention.metadata import AttentionInputs
 from engine.batch.block_tables import BlockTables
-from engine.batch.buffers import to_device
 from engine.batch.request_rows import RequestRows
+from engine.device import to_device
 from engine.step import ScheduledRequest
 
 
@@ -48,12 +48,85 @@ class InputBatch:
     def num_reqs(self) -> int:
         return len(self.row_list)
 
+    @property
+    def is_decode_only(self) -> bool:
+        return not any(entry.is_prefill for entry in self.scheduled)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchLayout:
+    """Which tokens of which rows a step computes: all that the host decides. Tensors are int64, on the device."""
+
+    scheduled: Sequence[ScheduledRequest]
+    row_list: list[int]
+    query_lens: list[int]
+    max_seq_lens: list[int]
+    logits_row_list: list[int]
+    max_drafts: int
+    rows: torch.Tensor  # [num_reqs]
+    planned_starts: torch.Tensor  # [num_reqs]; -1: where the row's computed tokens end
+    lens: torch.Tensor  # [num_reqs]
+    planned_drafts: torch.Tensor  # [num_reqs]
+    query_start: torch.Tensor  # [num_reqs + 1]
+    logits_start: torch.Tensor  # [num_reqs + 1]
+    token_reqs: torch.Tensor  # [num_tokens]; batch index
+    token_offsets: torch.Tensor  # [num_tokens]; within its request
+    logits_reqs: torch.Tensor  # [num_logits]; batch index
+    logits_indices: torch.Tensor  # [num_logits]; token index
+
 
 def gather_batch(
     scheduled: Sequence[ScheduledRequest], rows: RequestRows, block_tables: BlockTables
 ) -> InputBatch:
     """Build the batch of a plan's `scheduled` list. No host sync."""
-    device = rows.device
+    return derive_batch(_lay_out(scheduled, rows.device), rows, block_tables)
+
+
+def derive_batch(layout: BatchLayout, rows: RequestRows, block_tables: BlockTables) -> InputBatch:
+    """Join the layout with what the rows know: launches only, so that they may be captured."""
+    row_ids = layout.rows
+    computed = rows.num_computed_tokens[row_ids].to(torch.int64)
+    starts = torch.where(layout.planned_starts >= 0, layout.planned_starts, computed)
+    positions = starts[layout.token_reqs] + layout.token_offsets
+    token_rows = row_ids[layout.token_reqs]
+    limits = rows.token_limit[row_ids].to(torch.int64)
+    token_limits = limits[layout.token_reqs]
+    attention = AttentionInputs(
+        query_lens=layout.query_lens,
+        max_seq_lens=layout.max_seq_lens,
+        query_start_loc=layout.query_start.to(torch.int32),
+        # Behind the limit nothing is stored: tokens there see what is, and what they give is never emitted.
+        seq_lens=torch.minimum(starts + layout.lens, limits).to(torch.int32),
+        positions=positions,
+        block_tables=tuple(table[row_ids] for table in block_tables.tables),
+        slot_mappings=tuple(
+            block_tables.slot_mapping(group, token_rows, positions, token_limits)
+            for group in range(len(block_tables.tables))
+        ),
+        block_size=block_tables.block_size,
+    )
+    return InputBatch(
+        scheduled=layout.scheduled,
+        row_list=layout.row_list,
+        rows=row_ids,
+        starts=starts,
+        query_lens=layout.lens,
+        is_prefill=layout.planned_starts >= 0,
+        num_drafts=torch.minimum(rows.num_drafts[row_ids].to(torch.int64), layout.planned_drafts),
+        max_drafts=layout.max_drafts,
+        input_ids=rows.token_history[token_rows, positions].to(torch.int64),
+        logits_indices=layout.logits_indices,
+        logits_start=layout.logits_start,
+        logits_reqs=layout.logits_reqs,
+        logits_rows=row_ids[layout.logits_reqs],
+        logits_positions=positions[layout.logits_indices] + 1,
+        logits_row_list=layout.logits_row_list,
+        attention=attention,
+    )
+
+
+def _lay_out(scheduled: Sequence[ScheduledRequest], device: torch.device) -> BatchLayout:
+    """The plan as arrays, in one copy."""
     query_lens = [entry.num_tokens for entry in scheduled]
     num_logits = [1 + entry.num_drafts if entry.samples else 0 for entry in scheduled]
     row_list = [entry.row for entry in scheduled]
@@ -84,45 +157,50 @@ def gather_batch(
         logits_indices,
     ]
     (row_ids, planned_starts, dev_lens, planned_drafts, dev_query_start, dev_logits_start,
-     token_reqs, token_offsets, logit_reqs, dev_logits_indices) = _copy_packed(host, device)  # fmt: skip
-
-    computed = rows.num_computed_tokens[row_ids].to(torch.int64)
-    starts = torch.where(planned_starts >= 0, planned_starts, computed)
-    positions = starts[token_reqs] + token_offsets
-    token_rows = row_ids[token_reqs]
-    limits = rows.token_limit[row_ids].to(torch.int64)
-    token_limits = limits[token_reqs]
-    attention = AttentionInputs(
-        query_lens=query_lens,
-        max_seq_lens=[entry.max_seq_len for entry in scheduled],
-        query_start_loc=dev_query_start.to(torch.int32),
-        # Behind the limit nothing is stored: tokens there see what is, and what they give is never emitted.
-        seq_lens=torch.minimum(starts + dev_lens, limits).to(torch.int32),
-        positions=positions,
-        block_tables=tuple(table[row_ids] for table in block_tables.tables),
-        slot_mappings=tuple(
-            block_tables.slot_mapping(group, token_rows, positions, token_limits)
-            for group in range(len(block_tables.tables))
-        ),
-        block_size=block_tables.block_size,
-    )
-    return InputBatch(
+     token_reqs, token_offsets, logits_reqs, dev_logits_indices) = _copy_packed(host, device)  # fmt: skip
+    return BatchLayout(
         scheduled=scheduled,
         row_list=row_list,
-        rows=row_ids,
-        starts=starts,
-        query_lens=dev_lens,
-        is_prefill=planned_starts >= 0,
-        num_drafts=torch.minimum(rows.num_drafts[row_ids].to(torch.int64), planned_drafts),
-        max_drafts=max((entry.num_drafts for entry in scheduled), default=0),
-        input_ids=rows.token_history[token_rows, positions].to(torch.int64),
-        logits_indices=dev_logits_indices,
-        logits_start=dev_logits_start,
-        logits_reqs=logit_reqs,
-        logits_rows=row_ids[logit_reqs],
-        logits_positions=positions[dev_logits_indices] + 1,
+        query_lens=query_lens,
+        max_seq_lens=[entry.max_seq_len for entry in scheduled],
         logits_row_list=[row for row, count in zip(row_list, num_logits, strict=True) for _ in range(count)],
-        attention=attention,
+        max_drafts=max((entry.num_drafts for entry in scheduled), default=0),
+        rows=row_ids,
+        planned_starts=planned_starts,
+        lens=dev_lens,
+        planned_drafts=planned_drafts,
+        query_start=dev_query_start,
+        logits_start=dev_logits_start,
+        token_reqs=token_reqs,
+        token_offsets=token_offsets,
+        logits_reqs=logits_reqs,
+        logits_indices=dev_logits_indices,
+    )
+
+
+def lay_out_decode(rows: torch.Tensor, max_seq_len: int) -> BatchLayout:
+    """Every row computes its last token, nobody verifies drafts. rows: [num_reqs] int64, read when the batch is
+    derived; max_seq_len: of any of them, at any time.
+    """
+    num_reqs = len(rows)
+    index = torch.arange(num_reqs + 1, device=rows.device)
+    return BatchLayout(
+        scheduled=(),
+        row_list=[],
+        query_lens=[1] * num_reqs,
+        max_seq_lens=[max_seq_len] * num_reqs,
+        logits_row_list=[],
+        max_drafts=0,
+        rows=rows,
+        planned_starts=torch.full_like(rows, -1),
+        lens=torch.ones_like(rows),
+        planned_drafts=torch.zeros_like(rows),
+        query_start=index,
+        logits_start=index,
+        token_reqs=index[:-1],
+        token_offsets=torch.zeros_like(rows),
+        logits_reqs=index[:-1],
+        logits_indices=index[:-1],
     )
 
 

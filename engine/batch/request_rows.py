@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from engine.batch.buffers import to_device
+from engine.device import to_device
 from engine.step import NewRow
 
 

@@ -151,7 +151,9 @@ def _paged_attention_kernel(
         key_end = tl.minimum(key_end, (tl.program_id(2) + 1) * SEGMENT_SIZE)
         if key_begin >= key_end:
             return
-    # Tiles begin at multiples of TILE, so that a row's sums are formed alike whatever its neighbours.
+    # Tiles begin at multiples of TILE, so that a row's sums are formed alike whatever its neighbours. Keys before
+    # `first_key` are not touched: behind a window, their blocks may be another request's by now.
+    first_key = key_begin
     key_begin = (key_begin // TILE) * TILE
 
     peak = tl.full([BLOCK_Q * GROUP_PAD], float("-inf"), tl.float32)
@@ -160,7 +162,7 @@ def _paged_attention_kernel(
     scale_log2 = scale * 1.4426950408889634  # exp(x) = exp2(x * log2(e))
     for tile in range(key_begin, key_end, TILE):
         keys = tile + tl.arange(0, TILE)
-        key_valid = keys < key_end
+        key_valid = (keys >= first_key) & (keys < key_end)
         blocks = tl.load(
             block_table_ptr + request * table_stride + keys // BLOCK_SIZE, mask=key_valid, other=0
         ).to(tl.int64)
@@ -278,9 +280,11 @@ def paged_attention(
     head_pad = max(16, triton.next_power_of_2(head_size))
     is_split = max_query_len <= MAX_SPLIT_QUERY_LEN and max_seq_len > segment
     num_segments = -(-max_seq_len // segment) if is_split else 1
-    num_rows = 16 if max_query_len * group_pad <= 16 else 64
+    is_wide = head_pad > 256  # the sums of 64 rows would not fit into registers
+    num_rows = 16 if max_query_len * group_pad <= 16 else 32 if is_wide else 64
     block_q = max(num_rows // group_pad, 1)
-    tile = min(32 if head_pad >= 256 else 64, segment)
+    # By shape and dtype only, never by the batch; two stages of keys and values must fit into shared memory.
+    tile = min(64 if head_pad < 256 else 32 if head_pad * key_cache.itemsize <= 1024 else 16, segment)
     out = torch.empty_like(query)
     partial = stats = out
     if is_split:
@@ -322,7 +326,7 @@ def paged_attention(
         BLOCK_SIZE=block_size,
         BLOCK_Q=block_q,
         TILE=tile,
-        num_warps=4,
+        num_warps=8 if is_wide else 4,
         num_stages=2,
         **constants,
     )

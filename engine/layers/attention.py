@@ -1,4 +1,7 @@
-"""A layer's door to the paged KV cache: heads and scale. How to compute attention, the backend knows."""
+"""A layer's door to the paged KV cache: heads and scale. How to compute attention, the backend knows.
+
+`layer_index` names the cache: a layer without K and V of its own gives the index of the layer that it reads.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +25,13 @@ class Attention(nn.Module):
         self.scale = scale
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: AttentionContext
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        context: AttentionContext,
     ) -> torch.Tensor:
-        """query: [num_tokens, num_heads, head_size]; key, value: [num_tokens, num_kv_heads, head_size].
-
-        Returns [num_tokens, num_heads * head_size].
+        """query: [num_tokens, num_heads, head_size]; key, value: [num_tokens, num_kv_heads, head_size], or None to read
+        the cache of `layer_index` as it is. Returns [num_tokens, num_heads * head_size].
         """
         return context.attend(self.layer_index, query, key, value, self.scale).flatten(1)

@@ -10,18 +10,26 @@ from torch import nn
 
 
 class TokenEmbedding(nn.Module):
-    """A table of [vocab_size, hidden_size]."""
+    """A table of [vocab_size, hidden_size]. Embeddings, not the head, are multiplied by `scale`, rounded to dtype."""
 
     def __init__(
-        self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype, device: torch.device
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        scale: float = 1.0,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         super().__init__()
+        self._scale = torch.tensor(scale, dtype=dtype).item()  # sync: at start-up, host memory
         weight = torch.empty(vocab_size, hidden_size, dtype=dtype, device=device)
         self.weight = nn.Parameter(weight, requires_grad=False)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[num_tokens] int64 -> [num_tokens, hidden_size]."""
-        return F.embedding(token_ids, self.weight)
+        embeddings = F.embedding(token_ids, self.weight)
+        return embeddings if self._scale == 1.0 else embeddings * self._scale
 
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[n, hidden_size] -> [n, vocab_size], float32 or float64: sampling computes in no half type."""

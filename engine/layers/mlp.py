@@ -1,18 +1,18 @@
-"""The gated feed-forward block (SwiGLU, Shazeer 2020, arXiv:2002.05202)."""
+"""The gated feed-forward block (SwiGLU, GEGLU; Shazeer 2020, arXiv:2002.05202)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from engine.kernels.gated_activation import ActivationName, gated_activation
 from engine.layers.linear import Linear
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)); gate and up are one product."""
+    """down(activation(gate(x)) * up(x)); gate and up are one product."""
 
     def __init__(
         self,
@@ -20,10 +20,12 @@ class GatedMLP(nn.Module):
         intermediate_size: int,
         *,
         bias: bool,
+        activation: ActivationName = "silu",
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         super().__init__()
+        self._activation = activation
         parts = [("gate_proj", intermediate_size), ("up_proj", intermediate_size)]
         self.gate_up = Linear(hidden_size, parts, bias=bias, dtype=dtype, device=device)
         self.down = Linear(
@@ -32,8 +34,7 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[num_tokens, hidden_size] -> the same."""
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        output: torch.Tensor = self.down(F.silu(gate).mul_(up))
+        output: torch.Tensor = self.down(gated_activation(self.gate_up(x), self._activation))
         return output
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,33 +1,53 @@
-"""Root mean square normalisation (Zhang and Sennrich 2019, arXiv:1910.07467), in the Llama form."""
+"""Root mean square normalisation (Zhang and Sennrich 2019, arXiv:1910.07467), in the forms of Llama and of Gemma.
+
+They round differently in half types, and texts depend on it: see engine/kernels/rms_norm.py.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+
+from engine.kernels.rms_norm import NormForm, add_rms_norm, rms_norm
 
 
 class RMSNorm(nn.Module):
-    """y = weight * cast(x / sqrt(mean(x^2) + eps)).
-
-    Half types are normalised in float32 and cast back *before* the weight is applied: with the other order,
-    rounding differs from what the models were trained with.
-    """
+    """y = weight * cast(x / sqrt(mean(x^2) + eps))."""
 
     def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.weight = nn.Parameter(
             torch.empty(size, dtype=dtype, device=device), requires_grad=False
         )  # [size]
-        self.eps = eps
-        self._compute_dtype = torch.promote_types(dtype, torch.float32)
+        self.form = NormForm(eps, rounds_first=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Over the last dimension of x: [..., size]; returns the same shape and dtype."""
-        normalised = F.rms_norm(x.to(self._compute_dtype), self.weight.shape, None, self.eps)
-        return normalised.to(x.dtype) * self.weight
+        return rms_norm(x, self.weight, self.form)
+
+    def add(self, x: torch.Tensor, branch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(x + branch, its norm), all of the shape of x."""
+        return add_rms_norm(x, branch, self.weight, self.form)
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
         yield f"{prefix}.weight", self.weight
+
+
+class GemmaRMSNorm(RMSNorm):
+    """y = cast((offset + weight) * x / sqrt(mean(x^2) + eps)).
+
+    `offset` is 1 for Gemma 1 to 3, whose checkpoints store the deviation from one, and 0 for Gemma 4.
+    """
+
+    def __init__(
+        self, size: int, eps: float, *, offset: float = 0.0, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(size, eps, dtype=dtype, device=device)
+        self.form = NormForm(eps, offset=offset)
+
+
+def normalise(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """The norm without a weight, over the last dimension of x."""
+    return rms_norm(x, None, NormForm(eps))

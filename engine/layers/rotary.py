@@ -36,7 +36,7 @@ class RopeConfig:
 
 
 class RotaryEmbedding(nn.Module):
-    """Gives the turns of a step's tokens once; every layer applies them with `rotate`."""
+    """Gives the turns of a step's tokens once; every layer applies them with `rotate` of engine/kernels/rotary.py."""
 
     inverse_frequencies: torch.Tensor  # [head_size / 2] float32
 
@@ -52,15 +52,6 @@ class RotaryEmbedding(nn.Module):
         cosine = (angles.cos() * self._magnitude).to(self._dtype)
         sine = (angles.sin() * self._magnitude).to(self._dtype)
         return torch.cat((cosine, cosine), dim=-1), torch.cat((-sine, sine), dim=-1)
-
-
-def rotate(x: torch.Tensor, cosine: torch.Tensor, signed_sine: torch.Tensor) -> torch.Tensor:
-    """Turn every head of x: [num_tokens, n, head_size]; returns the same shape.
-
-    Example, head_size 4, [a, b, c, d] with angles s, t:
-    [a cos s - c sin s, b cos t - d sin t, c cos s + a sin s, d cos t + b sin t].
-    """
-    return (x * cosine).add_(x.roll(x.shape[-1] // 2, -1) * signed_sine)
 
 
 # ---- frequencies by rope type: RopeConfig -> ([head_size / 2] float32, factor of cosines and sines) --------
@@ -80,6 +71,16 @@ def _linear_frequencies(config: RopeConfig) -> tuple[torch.Tensor, float]:
     """Positions divided by `factor` (position interpolation, arXiv:2306.15595)."""
     frequencies, magnitude = _default_frequencies(config)
     return frequencies / config.required("factor"), magnitude
+
+
+def _proportional_frequencies(config: RopeConfig) -> tuple[torch.Tensor, float]:
+    """Gemma 4: the first `partial_rotary_factor` of the features turn as in the default type, over the whole head's
+    exponents; the others do not turn at all. Example, head_size 512, factor 0.25: features 0..63, with 256..319.
+    """
+    frequencies, magnitude = _default_frequencies(config)
+    num_turning = int(config.required("partial_rotary_factor") * config.head_size // 2)
+    frequencies[num_turning:] = 0.0
+    return frequencies / config.scaling.get("factor", 1.0), magnitude
 
 
 def _llama3_frequencies(config: RopeConfig) -> tuple[torch.Tensor, float]:
@@ -133,6 +134,7 @@ ROPE_TYPES: Registry[Callable[[RopeConfig], tuple[torch.Tensor, float]]] = Regis
     {
         "default": _default_frequencies,
         "linear": _linear_frequencies,
+        "proportional": _proportional_frequencies,
         "llama3": _llama3_frequencies,
         "yarn": _yarn_frequencies,
     },

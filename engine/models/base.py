@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -30,6 +30,10 @@ class CausalLM(nn.Module, ABC):
     def kv_groups(self) -> list[KVGroupSpec]:
         """KV groups by index; every layer with a cache of its own is in exactly one."""
 
+    def shareable_kv(self) -> Mapping[str, int]:
+        """By layer type, the layer whose K and V a drafter without a cache of its own reads; empty: none may."""
+        return {}
+
     @abstractmethod
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """[num_tokens] int64 -> what enters the first layer, [num_tokens, hidden_size]; drafters share it."""
@@ -38,7 +42,9 @@ class CausalLM(nn.Module, ABC):
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionContext
     ) -> torch.Tensor:
-        """input_ids, positions: [num_tokens] int64. Returns [num_tokens, hidden_size], normed."""
+        """input_ids, positions: [num_tokens] int64. Returns [num_tokens, hidden_size], normed; rows of tokens that are
+        not needed (AttentionContext.needed) may hold anything.
+        """
 
     @abstractmethod
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -40,51 +40,56 @@ class DecoderConfig:
     def from_raw(raw: Mapping[str, Any]) -> DecoderConfig:
         """Raises CheckpointError naming the key, what was got and what is expected."""
         _refuse_unsupported(raw)
-        num_heads = _positive_int(raw, "num_attention_heads")
-        num_kv_heads = _positive_int(raw, "num_key_value_heads", num_heads)
+        num_heads = positive_int(raw, "num_attention_heads")
+        num_kv_heads = positive_int(raw, "num_key_value_heads", num_heads)
         if num_heads % num_kv_heads:
             raise CheckpointError(
                 f"num_key_value_heads: got {num_kv_heads}, expected a divisor of {num_heads}"
             )
-        hidden_size = _positive_int(raw, "hidden_size")
-        head_size = _positive_int(raw, "head_dim", hidden_size // num_heads)
+        hidden_size = positive_int(raw, "hidden_size")
+        head_size = positive_int(raw, "head_dim", hidden_size // num_heads)
         if head_size % 2:
             raise CheckpointError(f"head_dim: got {head_size}, expected an even number")
-        max_positions = _positive_int(raw, "max_position_embeddings")
-        has_attention_bias = _flag(raw, "attention_bias")
+        max_positions = positive_int(raw, "max_position_embeddings")
+        has_attention_bias = flag(raw, "attention_bias")
         return DecoderConfig(
-            vocab_size=_positive_int(raw, "vocab_size"),
+            vocab_size=positive_int(raw, "vocab_size"),
             hidden_size=hidden_size,
-            intermediate_size=_positive_int(raw, "intermediate_size"),
-            num_layers=_positive_int(raw, "num_hidden_layers"),
+            intermediate_size=positive_int(raw, "intermediate_size"),
+            num_layers=positive_int(raw, "num_hidden_layers"),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_size=head_size,
             max_position_embeddings=max_positions,
-            rms_norm_eps=_number("rms_norm_eps", raw.get("rms_norm_eps", 1e-6)),
+            rms_norm_eps=number("rms_norm_eps", raw.get("rms_norm_eps", 1e-6)),
             rope=_read_rope(raw, head_size, max_positions),
             has_qkv_bias=has_attention_bias,
             has_output_bias=has_attention_bias,
-            has_mlp_bias=_flag(raw, "mlp_bias"),
+            has_mlp_bias=flag(raw, "mlp_bias"),
             has_qk_norm=False,
-            is_tied=_flag(raw, "tie_word_embeddings"),
+            is_tied=flag(raw, "tie_word_embeddings"),
         )
 
 
 def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
     if (activation := raw.get("hidden_act", "silu")) != "silu":
         raise CheckpointError(f"hidden_act: got {activation!r}, expected 'silu'")
-    if (quantization := raw.get("quantization_config")) is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise CheckpointError(
-            f"quantization_config: got {method!r}, expected an unquantised checkpoint or GGUF"
-        )
+    refuse_quantized(raw)
     layer_types = raw.get("layer_types")
     if layer_types is not None and set(layer_types) != {"full_attention"}:
         raise CheckpointError(f"layer_types: got {sorted(set(layer_types))}, expected only 'full_attention'")
     window = raw.get("sliding_window")
     if layer_types is None and window is not None and raw.get("use_sliding_window", True):
         raise CheckpointError(f"sliding_window: got {window} in use, expected full attention")
+
+
+def refuse_quantized(raw: Mapping[str, Any]) -> None:
+    """Raises CheckpointError for a checkpoint whose weights are stored in another form."""
+    if (quantization := raw.get("quantization_config")) is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        raise CheckpointError(
+            f"quantization_config: got {method!r}, expected an unquantised checkpoint or GGUF"
+        )
 
 
 def _read_rope(raw: Mapping[str, Any], head_size: int, max_positions: int) -> RopeConfig:
@@ -98,18 +103,23 @@ def _read_rope(raw: Mapping[str, Any], head_size: int, max_positions: int) -> Ro
     theta = parameters.get("rope_theta") or raw.get("rope_theta") or DEFAULT_ROPE_THETA
     return RopeConfig(
         rope_type=rope_type,
-        theta=_number("rope_theta", theta),
+        theta=number("rope_theta", theta),
         head_size=head_size,
         max_position_embeddings=max_positions,
-        scaling={
-            key: _number(f"rope_parameters.{key}", value)
-            for key, value in parameters.items()
-            if key not in ("rope_type", "type", "rope_theta") and value is not None
-        },
+        scaling=read_scaling(parameters),
     )
 
 
-def _positive_int(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
+def read_scaling(parameters: Mapping[str, Any]) -> dict[str, float]:
+    """What a rope type needs beside theta. Raises CheckpointError for what is no number."""
+    return {
+        key: number(f"rope_parameters.{key}", value)
+        for key, value in parameters.items()
+        if key not in ("rope_type", "type", "rope_theta") and value is not None
+    }
+
+
+def positive_int(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
     value = raw.get(key)
     if value is None:
         value = default
@@ -118,13 +128,13 @@ def _positive_int(raw: Mapping[str, Any], key: str, default: int | None = None) 
     return value
 
 
-def _number(key: str, value: Any) -> float:
+def number(key: str, value: Any) -> float:
     if not isinstance(value, int | float) or value < 0:
         raise CheckpointError(f"{key}: got {value!r}, expected a number that is not negative")
     return float(value)
 
 
-def _flag(raw: Mapping[str, Any], key: str) -> bool:
+def flag(raw: Mapping[str, Any], key: str) -> bool:
     value = raw.get(key, False)
     if not isinstance(value, bool):
         raise CheckpointError(f"{key}: got {value!r}, expected true or false")

@@ -13,13 +13,14 @@ import torch
 from torch import nn
 
 from engine.attention.backend import AttentionContext
+from engine.kernels.rotary import rotate
 from engine.kv_spec import KVGroupSpec
 from engine.layers.attention import Attention
 from engine.layers.embedding import TokenEmbedding
 from engine.layers.linear import Linear
 from engine.layers.mlp import GatedMLP
 from engine.layers.norm import RMSNorm
-from engine.layers.rotary import RotaryEmbedding, rotate
+from engine.layers.rotary import RotaryEmbedding
 from engine.models.base import CausalLM
 from engine.models.decoder_config import DecoderConfig
 from engine.models.weights import load_strict
@@ -89,8 +90,8 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: torch.Tensor, rotation: Rotation, context: AttentionContext) -> torch.Tensor:
         """x: [num_tokens, hidden_size]; returns the same shape."""
-        x = x + self.attention(self.attention_norm(x), rotation, context)
-        output: torch.Tensor = x + self.mlp(self.mlp_norm(x))
+        x, normed = self.mlp_norm.add(x, self.attention(self.attention_norm(x), rotation, context))
+        output: torch.Tensor = x + self.mlp(normed)
         return output
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from engine.errors import CheckpointError
 from engine.models.base import CausalLM
+from engine.models.gemma3 import Gemma3ForCausalLM
+from engine.models.gemma4 import Gemma4ForCausalLM
 from engine.models.llama import LlamaForCausalLM
 from engine.models.qwen2 import Qwen2ForCausalLM
 from engine.models.qwen3 import Qwen3ForCausalLM
@@ -13,6 +15,8 @@ _MODELS: tuple[type[CausalLM], ...] = (
     LlamaForCausalLM,
     Qwen2ForCausalLM,
     Qwen3ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma4ForCausalLM,
 )
 
 MODELS: Registry[type[CausalLM]] = Registry(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.batch.buffers import to_device
+from engine.device import to_device
 from engine.params import SamplingParams
 
 
@@ -46,6 +46,12 @@ class RowTraits:
     is_random: bool
     num_candidates: int | None  # tokens that top_k or top_p may keep; None: neither is on
     num_logprobs: int | None
+
+    @property
+    def is_plainly_greedy(self) -> bool:
+        """Takes the largest logit as it is, and wants to know no other."""
+        changes_logits = self.uses_allowed_ids or self.uses_bias or self.uses_bad_words or self.uses_penalties
+        return not changes_logits and not self.is_random and self.num_logprobs is None
 
 
 @dataclass(frozen=True)
@@ -112,6 +118,20 @@ def batch_features(traits: Sequence[RowTraits], device: torch.device) -> BatchFe
         logprobs=select([trait.num_logprobs is not None for trait in traits]),
         max_logprobs=max(logprobs, default=0),
         random_groups=_random_groups(traits, device),
+    )
+
+
+def greedy_features(num_logits: int) -> BatchFeatures:
+    """Of logits rows that take the largest logit as it is, and nothing else."""
+    return BatchFeatures(
+        num_logits=num_logits,
+        allowed_ids=None,
+        bias=None,
+        bad_words=None,
+        penalties=None,
+        logprobs=None,
+        max_logprobs=0,
+        random_groups=(),
     )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.batch.buffers import to_device
+from engine.device import to_device
 
 
 class RowTable:

@@ -73,6 +73,29 @@ class Sampler:
             group.rows.put_(token_ids, _draw(values, candidates, group, batch, stream))
         return SampleResult(token_ids.masked_fill(is_bad, 0), is_bad, probs)
 
+    def sample_among(
+        self,
+        logits: torch.Tensor,
+        candidate_ids: torch.Tensor,
+        batch: SampleBatch,
+        *,
+        stream: int = TARGET_STREAM,
+    ) -> SampleResult:
+        """The same where all other tokens have no probability. logits: [n, m] float32 or float64, candidate_ids: [n, m]
+        int64, distinct in a row. For batches whose features change no logits.
+        """
+        assert not batch.features.changes_logits, "biases and penalties are by token id"
+        largest = logits.amax(dim=-1)
+        token_ids = _lowest_best(logits, candidate_ids, batch.states.vocab_size)
+        for group in batch.features.random_groups:
+            values, columns = _candidates(logits, largest, group, batch)
+            own_ids = group.rows.take(candidate_ids)
+            if columns.dim() > 1:
+                own_ids = own_ids.gather(1, columns)
+            group.rows.put_(token_ids, _draw(values, own_ids, group, batch, stream))
+        is_bad = ~largest.isfinite()
+        return SampleResult(token_ids.masked_fill(is_bad, 0), is_bad)
+
 
 def sampled_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, features: BatchFeatures
@@ -144,7 +167,8 @@ def _candidates(
         token_ids = torch.arange(values.shape[1], device=values.device)
     else:
         top_k, top_p = states.top_k[rows], states.top_p[rows].to(values.dtype)
-        values, token_ids = top_k_top_p(values, top_k, top_p, group.num_candidates)
+        num_candidates = min(group.num_candidates, values.shape[1])
+        values, token_ids = top_k_top_p(values, top_k, top_p, num_candidates)
     if group.any_min_p:
         # p >= min_p * p_max; the largest value is 0. A row without min_p compares with log 0 = -inf.
         values.masked_fill_(values < states.min_p[rows].to(values.dtype).log()[:, None], float("-inf"))
@@ -157,9 +181,13 @@ def _draw(
     """The result of `_candidates` -> [m] int64; overwrites `values`. The lowest id of equal scores."""
     seeds = batch.states.seeds[group.rows.take(batch.rows)]
     noise = keyed_gumbel_reference(seeds, group.rows.take(batch.positions), token_ids, stream)
-    scores = values.add_(noise)
+    return _lowest_best(values.add_(noise), token_ids, batch.states.vocab_size)
+
+
+def _lowest_best(scores: torch.Tensor, token_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """scores [m, w] of token_ids [m, w] or [w] -> the lowest of the ids with the largest score, [m] int64."""
     is_best = scores == scores.amax(dim=-1, keepdim=True)
-    return torch.where(is_best, token_ids, batch.states.vocab_size).amin(dim=-1)
+    return torch.where(is_best, token_ids, vocab_size).amin(dim=-1)
 
 
 def _spread(probs: torch.Tensor, token_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:

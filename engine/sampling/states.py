@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from engine.batch.buffers import to_device
+from engine.device import to_device
 from engine.params import MAX_BAD_WORD_TOKENS, SamplingParams
 from engine.sampling.features import BatchFeatures, RowTraits, batch_features, row_traits
 from engine.sampling.row_table import RowTable
@@ -78,6 +78,10 @@ class SamplingStates:
     def features(self, rows: Sequence[int]) -> BatchFeatures:
         """What the step needs. `rows`: the request row of each *logits row*, in their order."""
         return batch_features([self._traits[row] for row in rows], self.device)
+
+    def is_greedy(self, row: int) -> bool:
+        """Does the row's request take the largest logit as it is, and want no logprobs?"""
+        return self._traits[row].is_plainly_greedy
 
     def _set_allowed_ids(self, row: int, token_ids: Sequence[int]) -> None:
         if self.allowed_ids is None:

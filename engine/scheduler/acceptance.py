@@ -1,77 +1,121 @@
-"""How often drafts come, and how often they are right: moving averages per method and per request."""
+"""How often drafts come, and how often they are right: moving averages per method and per request, by position.
+
+By position, because drafts are no coin tosses: where the first is right, prompt lookup is mostly right to the end, and
+a head that is trained for two steps is not right at the fourth.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 METHOD_FORGETTING = 0.98  # per verification: about 50 count
 REQUEST_FORGETTING = 0.94  # about 17 count
-METHOD_WEIGHT = 4.0  # trials that the method's rate is worth in the estimate for one request
+METHOD_WEIGHT = 12.0  # trials that the method's rate is worth in the estimate for one request
+POOLED_WEIGHT = 2.0  # trials that the rate over all positions is worth at one of them
+SURPRISE = 0.25  # probability below which it is one that all drafts are right
 PRIOR_RATE = 0.7  # optimistic: a method that is never tried is never known
 PRIOR_WEIGHT = 2.0  # trials, forgotten like any other
 
 
 @dataclass(slots=True)
 class _Ratio:
-    forgetting: float
-    successes: float
-    trials: float
+    successes: float = 0.0
+    trials: float = 0.0
+
+    def forget(self, forgetting: float) -> None:
+        self.successes *= forgetting
+        self.trials *= forgetting
 
     def observe(self, successes: float, trials: float) -> None:
-        self.successes = self.forgetting * self.successes + successes
-        self.trials = self.forgetting * self.trials + trials
+        self.successes += successes
+        self.trials += trials
 
     def estimate(self, prior: float, weight: float) -> float:
         return (self.successes + weight * prior) / (self.trials + weight)
 
 
-class MethodAcceptance:
-    """Of one method, over all requests. A verification of 5 drafts of which 2 are accepted is 3 trials of which 2
-    succeed: what stands behind the first wrong draft says nothing.
+class _History:
+    """A verification of 5 drafts of which 2 are accepted is 3 trials, at positions 0, 1 and 2, of which 2 succeed: what
+    stands behind the first wrong draft says nothing.
     """
 
-    def __init__(self, forgetting: float = METHOD_FORGETTING, prior_weight: float = PRIOR_WEIGHT) -> None:
-        self._accepted = _Ratio(forgetting, PRIOR_RATE * prior_weight, prior_weight)
-        self._found = _Ratio(forgetting, PRIOR_RATE * prior_weight, prior_weight)
+    def __init__(self, forgetting: float) -> None:
+        self._forgetting = forgetting
+        self._found = _Ratio()
+        self._pooled = _Ratio()
+        self._positions: list[_Ratio] = []
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
         """Drafts had been asked for; num_drafted = 0: none came."""
+        self._found.forget(self._forgetting)
         self._found.observe(float(num_drafted > 0), 1.0)
         if num_drafted > 0:
-            self._accepted.observe(num_accepted, num_accepted + (num_accepted < num_drafted))
+            self._forget_drafts()
+            while len(self._positions) < num_drafted:
+                self._positions.append(_Ratio())
+            for position in range(min(num_accepted + 1, num_drafted)):
+                is_accepted = float(position < num_accepted)
+                self._pooled.observe(is_accepted, 1.0)
+                self._positions[position].observe(is_accepted, 1.0)
 
-    @property
-    def rate(self) -> float:
-        """Probability that a draft is accepted, given that all before it were."""
-        return self._accepted.estimate(0.0, 0.0)
+    def _forget_drafts(self) -> None:
+        self._pooled.forget(self._forgetting)
+        for ratio in self._positions:
+            ratio.forget(self._forgetting)
+
+    def _at(self, position: int) -> _Ratio:
+        return self._positions[position] if position < len(self._positions) else _Ratio()
+
+
+class MethodAcceptance(_History):
+    """Of one method, over all requests."""
+
+    def __init__(self, forgetting: float = METHOD_FORGETTING, prior_weight: float = PRIOR_WEIGHT) -> None:
+        super().__init__(forgetting)
+        self._found.observe(PRIOR_RATE * prior_weight, prior_weight)
+        self._pooled.observe(PRIOR_RATE * prior_weight, prior_weight)
 
     @property
     def found(self) -> float:
         """Probability that there are drafts when they are asked for."""
         return self._found.estimate(0.0, 0.0)
 
+    def rate(self, position: int) -> float:
+        """Probability that the draft is accepted, given that all before it were."""
+        return self._at(position).estimate(self._pooled.estimate(0.0, 0.0), POOLED_WEIGHT)
 
-class RequestAcceptance(MethodAcceptance):
-    """Of one method for one request: its own trials, and the method's rate for those it lacks."""
+
+class RequestAcceptance(_History):
+    """Of one method for one request: its own trials, and the method's rates for those it lacks."""
 
     def __init__(self, method: MethodAcceptance) -> None:
-        super().__init__(REQUEST_FORGETTING, prior_weight=0.0)
+        super().__init__(REQUEST_FORGETTING)
         self._method = method
 
     def fade(self) -> None:
-        """Time went by without trials: what is known grows old, and the method's rate counts for more."""
-        self._accepted.observe(0.0, 0.0)
-        self._found.observe(0.0, 0.0)
-
-    @property
-    def rate(self) -> float:
-        return self._accepted.estimate(self._method.rate, METHOD_WEIGHT)
+        """Time went by without trials: what is known grows old, and the method's rates count for more."""
+        self._found.forget(self._forgetting)
+        self._forget_drafts()
 
     @property
     def found(self) -> float:
         return self._found.estimate(self._method.found, METHOD_WEIGHT)
 
+    def rate(self, position: int) -> float:
+        return self._at(position).estimate(self._method.rate(position), METHOD_WEIGHT)
 
-def expected_tokens(rate: float, k: int) -> float:
-    """Tokens of a verification of k drafts: 1 + rate + ... + rate ** k. (Leviathan et al. 2022, equation 1.)"""
-    return float(k + 1) if rate >= 1.0 else (1.0 - rate ** (k + 1)) / (1.0 - rate)
+    def is_surprise(self, num_drafted: int, num_accepted: int) -> bool:
+        """Were all drafts right, although that was not to be expected?"""
+        if num_drafted == 0 or num_accepted < num_drafted:
+            return False
+        return prod(map(self.rate, range(num_drafted))) < SURPRISE
+
+
+def expected_accepted(acceptance: MethodAcceptance | RequestAcceptance, max_drafts: int) -> list[float]:
+    """Accepted drafts of a verification of 0, 1, ..., max_drafts drafts; with rates r0, r1: [0, r0, r0 + r0 r1]."""
+    expected, all_right = [0.0], 1.0
+    for position in range(max_drafts):
+        all_right *= acceptance.rate(position)
+        expected.append(expected[-1] + all_right)
+    return expected

@@ -85,9 +85,11 @@ class BlockPool:
             self._block_of_hash[block_hash] = block
 
     def withdraw(self, block: int) -> None:
-        """Nobody may find this block any more. It must have a holder."""
-        assert self._ref_counts[block] > 0, f"block {block} is withdrawn by nobody"
+        """Nobody may find this block any more, whether someone holds it or not."""
         self._forget_hash(block)
+        if block in self._evictable:
+            del self._evictable[block]
+            self._empty.append(block)
 
     def free(self, blocks: Sequence[int], fence_step: int) -> None:
         """Drop one reference of each, the last block first: of a chain of hashes the tail is evicted first.

@@ -30,8 +30,11 @@ NO_DRAFTS = DraftChoice(NO_METHOD, 0, not_drafted.DISABLED)
 class DraftPolicy(ABC):
     """Its choice is a wish: the scheduler clips k to what the request can still use."""
 
-    def __init__(self, methods: Sequence[DraftMethod]) -> None:
+    def __init__(self, methods: Sequence[DraftMethod], default: str | None = None) -> None:
+        """`default`: what stands for the method that a request leaves unset; None: the first method."""
         self.methods = {method.name: method for method in methods}
+        self._first = methods[0].name if methods else NO_METHOD
+        self._default = self._first if default is None else default
 
     @abstractmethod
     def validate(self, message: AddRequest) -> None:
@@ -61,11 +64,7 @@ class DraftPolicy(ABC):
 
 
 class FixedDraftPolicy(DraftPolicy):
-    """What the request asks for; for no wish and for "auto" the first loaded method, with its own k."""
-
-    def __init__(self, methods: Sequence[DraftMethod]) -> None:
-        super().__init__(methods)
-        self._default = methods[0].name if methods else NO_METHOD
+    """What the request, or else the default, asks for; for "auto" the first loaded method, with its own k."""
 
     def validate(self, message: AddRequest) -> None:
         name = self._name(message)
@@ -99,9 +98,14 @@ class FixedDraftPolicy(DraftPolicy):
     def forget(self, request: Request) -> None:
         """Nothing was kept."""
 
-    def _name(self, message: AddRequest) -> str:
+    def _asked(self, message: AddRequest) -> str:
+        """The request's method, or the default; "auto" included."""
         method = message.speculation.method
-        return self._default if method is None or method == AUTO_METHOD else method
+        return self._default if method is None else method
+
+    def _name(self, message: AddRequest) -> str:
+        asked = self._asked(message)
+        return self._first if asked == AUTO_METHOD else asked
 
     def _max_drafts(self, name: str) -> int:
         return self.methods[name].max_drafts if name in self.methods else 0

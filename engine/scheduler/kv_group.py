@@ -7,18 +7,32 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from engine.kv_spec import KVGroupSpec
 from engine.scheduler.block_pool import BlockPool
 
 
+@dataclass(slots=True)
+class BlockTable:
+    """The blocks of one request by block index, `first` .. `end - 1`; those before `first` are held no more."""
+
+    first: int
+    blocks: list[int]
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.blocks)
+
+
 class KVGroupManager(ABC):
     """Block tables of one group. Lengths are in tokens, hits in blocks."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, spec: KVGroupSpec, num_blocks: int, block_size: int) -> None:
+        self.spec = spec
         self.pool = BlockPool(num_blocks)
         self.block_size = block_size
-        self.tables: dict[str, list[int]] = {}  # request id -> block ids, by block index
+        self.tables: dict[str, BlockTable] = {}  # by request id
 
     @abstractmethod
     def longest_hit(self, block_hashes: Sequence[bytes], max_blocks: int) -> int:
@@ -27,39 +41,87 @@ class KVGroupManager(ABC):
         """
 
     @abstractmethod
+    def start(self, request_id: str, hit_hashes: Sequence[bytes], num_tokens: int) -> None:
+        """Open a table with what later tokens read of a hit, shared. A group that keeps all blocks to the end takes
+        those for the rest of `num_tokens` at once.
+        """
+
+    @abstractmethod
+    def longest_request(self, limit: int) -> int:
+        """Tokens, at most `limit`, that a request alone in the pool can reach."""
+
     def num_blocks_to_start(self, hit_hashes: Sequence[bytes], num_tokens: int) -> int:
-        """By how many available blocks `start` and `grow` to `num_tokens` shrink the pool."""
+        """By how many available blocks a request shrinks the pool from `start` until `num_tokens` are computed, each
+        step after the one before it; larger steps need more, if there are more.
+        """
+        first = self._first_block(len(hit_hashes) * self.block_size)
+        hits = [self.pool.find(block_hash) for block_hash in hit_hashes[first:]]
+        num_shared = sum(block is not None and not self.pool.is_available(block) for block in hits)
+        return self._max_held_blocks(num_tokens - first * self.block_size) - num_shared
 
-    @abstractmethod
-    def start(self, request_id: str, hit_hashes: Sequence[bytes]) -> None:
-        """Open a table with the blocks of a hit, shared."""
-
-    @abstractmethod
     def num_blocks_to_grow(self, request_id: str, num_tokens: int) -> int:
         """Blocks that `grow` would take from the pool."""
+        return max(-(-num_tokens // self.block_size) - self.tables[request_id].end, 0)
 
-    @abstractmethod
     def grow(self, request_id: str, num_tokens: int) -> None:
-        """Append blocks so that the table has slots for `num_tokens`."""
+        """Append blocks so that the table has slots up to `num_tokens`."""
+        self.tables[request_id].blocks += self.pool.take(self.num_blocks_to_grow(request_id, num_tokens))
 
-    @abstractmethod
-    def commit(self, request_id: str, block_hashes: Sequence[bytes], first: int) -> None:
+    def num_slots(self, request_id: str) -> int:
+        """Tokens from the first on that have slots, or had them."""
+        return self.tables[request_id].end * self.block_size
+
+    def publish(self, request_id: str, block_hashes: Sequence[bytes], first: int) -> None:
         """Blocks `first` .. len(block_hashes) - 1 of the table hold confirmed tokens: make them findable."""
+        table = self.tables[request_id]
+        for index in range(first, len(block_hashes)):
+            self.pool.publish(table.blocks[index - table.first], block_hashes[index])
 
-    @abstractmethod
+    def slide(self, request_id: str, num_tokens: int, fence_step: int) -> None:
+        """`num_tokens` are confirmed: give back the blocks that no later step reads. Who hashes them still finds
+        them until they are handed out for other content, not before `fence_step` is collected.
+        """
+        table = self.tables[request_id]
+        num_passed = self._first_block(num_tokens) - table.first
+        if num_passed > 0:
+            self.pool.free(table.blocks[:num_passed], fence_step)
+            del table.blocks[:num_passed]
+            table.first += num_passed
+
     def num_sole_blocks(self, request_id: str) -> int:
         """Blocks that come back to the pool when this request is freed."""
+        return sum(map(self.pool.has_one_holder, self.tables[request_id].blocks))
 
-    def free(self, request_id: str, fence_step: int, *, keep_findable: bool) -> None:
+    def free(self, request_id: str, fence_step: int) -> None:
         """Close the table."""
-        blocks = self.tables.pop(request_id)
-        if not keep_findable:
-            for block in blocks:
+        self.pool.free(self.tables.pop(request_id).blocks, fence_step)
+
+    def withdraw(self, block_hashes: Sequence[bytes]) -> None:
+        """Nobody may find these contents any more."""
+        for block_hash in block_hashes:
+            block = self.pool.find(block_hash)
+            if block is not None:
                 self.pool.withdraw(block)
-        self.pool.free(blocks, fence_step)
 
     def check_integrity(self) -> None:
-        self.pool.check_integrity(self.tables.values())
+        self.pool.check_integrity(table.blocks for table in self.tables.values())
+
+    def _first_block(self, num_tokens: int) -> int:
+        """That is read when so many tokens are computed."""
+        return self.spec.first_key(num_tokens) // self.block_size
+
+    def _max_held_blocks(self, num_tokens: int) -> int:
+        """When every token is computed on its own."""
+        return self.spec.max_held_blocks(num_tokens, 1, self.block_size)
+
+    def _share(self, hit_hashes: Sequence[bytes]) -> BlockTable:
+        table = BlockTable(self._first_block(len(hit_hashes) * self.block_size), [])
+        for block_hash in hit_hashes[table.first :]:
+            block = self.pool.find(block_hash)
+            assert block is not None, "a hit vanished between lookup and start"
+            self.pool.share(block)
+            table.blocks.append(block)
+        return table
 
 
 class FullAttentionGroupManager(KVGroupManager):
@@ -72,36 +134,46 @@ class FullAttentionGroupManager(KVGroupManager):
                 return index
         return count
 
-    def num_blocks_to_start(self, hit_hashes: Sequence[bytes], num_tokens: int) -> int:
-        hits = [self.pool.find(block_hash) for block_hash in hit_hashes]
-        num_revived = sum(block is not None and self.pool.is_available(block) for block in hits)
-        return -(-num_tokens // self.block_size) - len(hits) + num_revived
+    def start(self, request_id: str, hit_hashes: Sequence[bytes], num_tokens: int) -> None:
+        self.tables[request_id] = self._share(hit_hashes)
+        self.grow(request_id, num_tokens)
 
-    def start(self, request_id: str, hit_hashes: Sequence[bytes]) -> None:
-        blocks = []
-        for block_hash in hit_hashes:
-            block = self.pool.find(block_hash)
-            assert block is not None, "a hit vanished between lookup and start"
-            self.pool.share(block)
-            blocks.append(block)
-        self.tables[request_id] = blocks
+    def longest_request(self, limit: int) -> int:
+        return min(limit, self.pool.num_blocks * self.block_size)
 
-    def num_blocks_to_grow(self, request_id: str, num_tokens: int) -> int:
-        return max(-(-num_tokens // self.block_size) - len(self.tables[request_id]), 0)
 
-    def grow(self, request_id: str, num_tokens: int) -> None:
-        self.tables[request_id] += self.pool.take(self.num_blocks_to_grow(request_id, num_tokens))
+class SlidingWindowGroupManager(KVGroupManager):
+    """A token reads the last `window` tokens: blocks are taken step by step and given back behind the window.
 
-    def commit(self, request_id: str, block_hashes: Sequence[bytes], first: int) -> None:
-        table = self.tables[request_id]
-        for index in range(first, len(block_hashes)):
-            self.pool.publish(table[index], block_hashes[index])
+    With d steps in flight, each of at most m tokens of a request, and a drafter that writes up to l tokens behind
+    them, a request holds at most `spec.max_held_blocks(its length, d * m + l, block_size)` blocks: those of
+    window - 1 + extra_window_keys + d * m + l neighbouring tokens, however long it is.
+    """
 
-    def num_sole_blocks(self, request_id: str) -> int:
-        return sum(map(self.pool.has_one_holder, self.tables[request_id]))
+    def longest_hit(self, block_hashes: Sequence[bytes], max_blocks: int) -> int:
+        """From the end: a missing block spoils every hit whose last window reaches it.
+
+        Example, block_size 4, window 6, blocks 0..5 of which 2 is missing: a hit of 6 reads keys 19..23 of blocks
+        4 and 5, so it is 6; were 4 missing, 4 would read keys 11..15 of blocks 2 and 3, and 2 keys 3..7: it is 2.
+        """
+        hit = min(len(block_hashes), max_blocks)
+        index = hit - 1
+        while index >= self._first_block(hit * self.block_size):
+            if self.pool.find(block_hashes[index]) is None:
+                hit = index
+            index -= 1
+        return hit
+
+    def start(self, request_id: str, hit_hashes: Sequence[bytes], num_tokens: int) -> None:
+        self.tables[request_id] = self._share(hit_hashes)
+
+    def longest_request(self, limit: int) -> int:
+        if self._max_held_blocks(limit) <= self.pool.num_blocks:
+            return limit
+        return self.pool.num_blocks * self.block_size
 
 
 def make_group_manager(spec: KVGroupSpec, num_blocks: int, block_size: int) -> KVGroupManager:
     """The manager for a group's kind of attention."""
-    assert spec.window is None, f"KV group {spec.name!r}: no manager for a window of {spec.window}"
-    return FullAttentionGroupManager(num_blocks, block_size)
+    manager = FullAttentionGroupManager if spec.window is None else SlidingWindowGroupManager
+    return manager(spec, num_blocks, block_size)

@@ -1,13 +1,16 @@
 """The KV cache of all groups behind one interface: hits, room, growth, publishing and freeing of a request's
 blocks.
 
-It turns group operations into block table updates for the rows. It knows lengths, not why they are asked for.
+The groups of a drafter that catches up stand apart: a request holds blocks there for what the drafter was fed, nobody
+waits for them or is preempted for them, and what they lack shortens no hit.
+
+It turns group operations into block table updates for the rows, which wait here for the next step that is launched.
+It knows lengths, not why they are asked for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from engine.kv_spec import KVGroupSpec
 from engine.request import Request
@@ -16,63 +19,63 @@ from engine.scheduler.prefix_cache import extend_block_hashes, extend_draft_hash
 from engine.step import BlockTableUpdate
 
 
-@dataclass(slots=True)
-class _Held:
-    """What one request holds. The same number of slots in every group."""
-
-    num_slots: int
-    num_committed_blocks: int  # leading blocks that are findable, or whose content is findable elsewhere
-
-
 class KVManager:
-    """One manager per group, each with a pool of `num_blocks` blocks of its own."""
+    """One manager per group, each with a pool of its own: `num_blocks` by group."""
 
     def __init__(
-        self, groups: Sequence[KVGroupSpec], num_blocks: int, block_size: int, *, enable_prefix_cache: bool
+        self,
+        groups: Sequence[KVGroupSpec],
+        num_blocks: Sequence[int],
+        block_size: int,
+        *,
+        enable_prefix_cache: bool,
     ) -> None:
         self.block_size = block_size
-        self.num_blocks = num_blocks
+        self.num_blocks = tuple(num_blocks)
         self._enable_prefix_cache = enable_prefix_cache
-        self._groups = [make_group_manager(spec, num_blocks, block_size) for spec in groups]
-        self._held: dict[str, _Held] = {}
+        self._groups = [
+            make_group_manager(spec, count, block_size)
+            for spec, count in zip(groups, num_blocks, strict=True)
+        ]
+        # Of live requests: leading blocks that are findable, or whose content is findable elsewhere.
+        self._num_committed: dict[str, int] = {}
+        self._num_draft_committed: dict[str, int] = {}  # the same in the groups of a drafter that catches up
+        self._updates: dict[str, list[BlockTableUpdate]] = {}  # by request id, until they are taken
 
     # ---- prefix hits ---------------------------------------------------------------------------------------
 
     def find_hit(self, request: Request) -> int:
-        """Leading blocks of `request.token_ids` that are cached in all groups. At least the last token is
-        left.
+        """Leading blocks of `request.token_ids` of which all groups have what later tokens read. At least the last
+        token is left.
         """
         if not self._enable_prefix_cache or request.wants_prompt_logprobs:
             return 0
         max_blocks = (len(request.token_ids) - 1) // self.block_size
         self._extend_hashes(request, max_blocks * self.block_size)
-        # A group may shorten the hit to one that another group cannot serve (windows), hence until it is
-        # stable.
-        hit, before = max_blocks, -1
-        while hit != before:
-            before = hit
-            for index, group in self._groups_of(request):
-                hit = group.longest_hit(_names(request, index), hit)
-        return hit
+        return self._longest_hit(request, request.kv_groups, max_blocks)
 
     # ---- room ----------------------------------------------------------------------------------------------
 
-    def start_shortage(self, request: Request, num_hit_blocks: int, reserve: int) -> list[int]:
-        """Per group: blocks missing now (<= 0: none) to start with all of `token_ids` and leave `reserve`
-        blocks.
+    def longest_request(self, limit: int) -> int:
+        """Tokens, at most `limit`, that a request can reach when it is alone."""
+        return min(group.longest_request(limit) for group in self._groups)
+
+    def start_shortage(self, request: Request, num_hit_blocks: int, reserve: Sequence[int]) -> list[int]:
+        """Per group: blocks missing now (<= 0: none) to start and leave `reserve` blocks: room for all of
+        `token_ids`, or for a window of them.
         """
         shortage = self._no_shortage()
         for index, group in self._groups_of(request):
             hit_hashes = _names(request, index)[:num_hit_blocks]
-            shortage[index] += reserve + group.num_blocks_to_start(hit_hashes, _num_tokens_at_start(request))
+            num_blocks = group.num_blocks_to_start(hit_hashes, _num_tokens_at_start(request))
+            shortage[index] += reserve[index] + num_blocks
         return shortage
 
     def growth_shortage(self, request: Request, num_tokens: int) -> list[int]:
         """Per group: blocks missing now (<= 0: none) for slots for `num_tokens`."""
         shortage = self._no_shortage()
-        if num_tokens > self._held[request.request_id].num_slots:
-            for index, group in self._groups_of(request):
-                shortage[index] += group.num_blocks_to_grow(request.request_id, num_tokens)
+        for index, group in self._groups_of(request):
+            shortage[index] += group.num_blocks_to_grow(request.request_id, num_tokens)
         return shortage
 
     def num_fenced_blocks(self) -> list[int]:
@@ -87,57 +90,76 @@ class KVManager:
         return counts
 
     def num_slots(self, request: Request) -> int:
-        return self._held[request.request_id].num_slots
+        """Tokens for which the request has slots in all its groups."""
+        return min(group.num_slots(request.request_id) for _, group in self._groups_of(request))
+
+    def max_slots(self, request: Request, reserve: Sequence[int]) -> int:
+        """The same, if it took all available blocks but `reserve` in each group."""
+        return min(
+            group.num_slots(request.request_id)
+            + max(group.pool.num_available - reserve[index], 0) * self.block_size
+            for index, group in self._groups_of(request)
+        )
 
     # ---- changes -------------------------------------------------------------------------------------------
 
-    def start(self, request: Request, num_hit_blocks: int) -> list[BlockTableUpdate]:
-        """Share the blocks of the hit and take blocks for the rest of `token_ids` and what its drafter writes
-        behind them; the request must have a row.
+    def start(self, request: Request, num_hit_blocks: int) -> int:
+        """Share the blocks of the hit and, in groups without a window, take blocks for the rest of `token_ids` and
+        what its drafter writes behind them; the request must have a row. Returns how many leading blocks of the hit a
+        drafter that catches up shares too.
         """
         num_tokens = _num_tokens_at_start(request)
-        updates = []
         for index, group in self._groups_of(request):
-            group.start(request.request_id, _names(request, index)[:num_hit_blocks])
-            group.grow(request.request_id, num_tokens)
-            table = group.tables[request.request_id]
-            updates.append(BlockTableUpdate(index, request.row, 0, list(table)))
-        self._held[request.request_id] = _Held(self._round_up(num_tokens), num_hit_blocks)
+            group.start(request.request_id, _names(request, index)[:num_hit_blocks], num_tokens)
+            self._update(request, index, group.tables[request.request_id].first)
+        self._num_committed[request.request_id] = num_hit_blocks
+        return self._start_drafter(request, num_hit_blocks)
+
+    def grow(self, request: Request, num_tokens: int) -> None:
+        """Slots for `num_tokens` in all groups; there must be room (`growth_shortage`)."""
+        self._grow(request, request.kv_groups, num_tokens)
+
+    def max_draft_slots(self, request: Request) -> int:
+        """Tokens that a drafter that catches up could store, with all available blocks."""
+        groups = [self._groups[index] for index in request.draft_kv_groups]
+        return min(
+            group.num_slots(request.request_id) + group.pool.num_available * self.block_size
+            for group in groups
+        )
+
+    def grow_drafter(self, request: Request, num_tokens: int) -> None:
+        """Slots for `num_tokens`, at most `max_draft_slots`, for a drafter that catches up."""
+        self._grow(request, request.draft_kv_groups, num_tokens)
+
+    def take_updates(self) -> list[BlockTableUpdate]:
+        """What changed in the tables of live requests since the last call; the next step has to apply it."""
+        updates = [update for updates in self._updates.values() for update in updates]
+        self._updates.clear()
         return updates
 
-    def grow(self, request: Request, num_tokens: int) -> Sequence[BlockTableUpdate]:
-        """Slots for `num_tokens`; there must be room (`growth_shortage`)."""
-        held = self._held[request.request_id]
-        if num_tokens <= held.num_slots:
-            return ()
-        updates = []
-        for index, group in self._groups_of(request):
-            table = group.tables[request.request_id]
-            start = len(table)
-            group.grow(request.request_id, num_tokens)
-            updates.append(BlockTableUpdate(index, request.row, start, table[start:]))
-        held.num_slots = self._round_up(num_tokens)
-        return updates
-
-    def commit(self, request: Request, num_tokens: int) -> None:
-        """The KV of the first `num_tokens` confirmed tokens is valid: their full blocks may be found by
-        others.
+    def commit(self, request: Request, num_tokens: int, fence_step: int) -> None:
+        """The KV of the first `num_tokens` confirmed tokens is valid, a drafter's own up to its watermark: their full
+        blocks may be found by others, and those that left a window are given back, not to be handed out before
+        `fence_step` is collected.
         """
-        held = self._held[request.request_id]
-        num_blocks = num_tokens // self.block_size
-        if num_blocks <= held.num_committed_blocks or not self._enable_prefix_cache:
-            return
-        self._extend_hashes(request, num_tokens)
-        for index, group in self._groups_of(request):
-            names = _names(request, index)[:num_blocks]
-            group.commit(request.request_id, names, held.num_committed_blocks)
-        held.num_committed_blocks = num_blocks
+        self._commit(request, request.kv_groups, self._num_committed, num_tokens, fence_step)
+        # A drafter that catches up goes on at its watermark: it needs the window there, wherever the target is.
+        draft_groups, num_fed = request.draft_kv_groups, request.draft_watermark
+        self._commit(request, draft_groups, self._num_draft_committed, num_fed, fence_step)
 
     def free(self, request: Request, fence_step: int, *, keep_findable: bool) -> None:
         """Give all blocks back, not to be handed out before `fence_step` is collected."""
-        del self._held[request.request_id]
-        for _, group in self._groups_of(request):
-            group.free(request.request_id, fence_step, keep_findable=keep_findable)
+        self._updates.pop(request.request_id, None)
+        for indices, committed in (
+            (request.kv_groups, self._num_committed),
+            (request.draft_kv_groups, self._num_draft_committed),
+        ):
+            num_committed = committed.pop(request.request_id)
+            for index in indices:
+                group = self._groups[index]
+                if not keep_findable:
+                    group.withdraw(_names(request, index)[:num_committed])
+                group.free(request.request_id, fence_step)
 
     def release(self, step: int) -> None:
         """`step` was collected."""
@@ -146,27 +168,83 @@ class KVManager:
 
     # ---- figures -------------------------------------------------------------------------------------------
 
-    def occupancy(self) -> tuple[int, int]:
-        """(used, cached) blocks of the group that is fullest: it decides who can be admitted. Cached blocks are free
-        and findable.
+    def occupancy(self) -> tuple[int, int, int]:
+        """(used, cached, all) blocks of the group of which the largest share is used: it decides who can be
+        admitted. Cached blocks are free and findable.
         """
-        return max((group.pool.num_used, group.pool.num_cached) for group in self._groups)
+        pools = [group.pool for group in self._groups]
+        fullest = max(
+            pools, key=lambda pool: (pool.num_used / pool.num_blocks, pool.num_cached / pool.num_blocks)
+        )
+        return fullest.num_used, fullest.num_cached, fullest.num_blocks
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless every group's books and slot counts hold."""
+        """Raise AssertionError unless every group's books hold."""
         for group in self._groups:
             group.check_integrity()
-            assert group.tables.keys() <= self._held.keys(), (
+            assert group.tables.keys() <= self._num_committed.keys(), (
                 "a group has a table of a request that is not live"
             )
-            for request_id, table in group.tables.items():
-                assert self._held[request_id].num_slots == len(table) * self.block_size, request_id
+
+    # ---- inside --------------------------------------------------------------------------------------------
 
     def _groups_of(self, request: Request) -> list[tuple[int, KVGroupManager]]:
         return [(index, self._groups[index]) for index in request.kv_groups]
 
+    def _start_drafter(self, request: Request, num_hit_blocks: int) -> int:
+        hit = self._longest_hit(request, request.draft_kv_groups, num_hit_blocks)
+        for index in request.draft_kv_groups:
+            group = self._groups[index]
+            group.start(request.request_id, _names(request, index)[:hit], 0)
+            self._update(request, index, group.tables[request.request_id].first)
+        self._num_draft_committed[request.request_id] = hit
+        return hit
+
+    def _longest_hit(self, request: Request, indices: Sequence[int], max_blocks: int) -> int:
+        # A group may shorten the hit to one that another group cannot serve (windows), hence until it is
+        # stable.
+        hit, before = max_blocks, -1
+        while hit != before:
+            before = hit
+            for index in indices:
+                hit = self._groups[index].longest_hit(_names(request, index), hit)
+        return hit
+
+    def _grow(self, request: Request, indices: Sequence[int], num_tokens: int) -> None:
+        for index in indices:
+            group = self._groups[index]
+            start = group.tables[request.request_id].end
+            group.grow(request.request_id, num_tokens)
+            self._update(request, index, start)
+
+    def _commit(
+        self,
+        request: Request,
+        indices: Sequence[int],
+        committed: dict[str, int],
+        num_tokens: int,
+        fence_step: int,
+    ) -> None:
+        num_blocks, num_committed = num_tokens // self.block_size, committed[request.request_id]
+        if num_blocks > num_committed and self._enable_prefix_cache:
+            self._extend_hashes(request, num_tokens)
+            for index in indices:
+                names = _names(request, index)[:num_blocks]
+                self._groups[index].publish(request.request_id, names, num_committed)
+            committed[request.request_id] = num_blocks
+        for index in indices:
+            self._groups[index].slide(request.request_id, num_tokens, fence_step)
+
     def _no_shortage(self) -> list[int]:
         return [-group.pool.num_available for group in self._groups]
+
+    def _update(self, request: Request, index: int, start: int) -> None:
+        """The row has new blocks from block index `start` on in one group."""
+        table = self._groups[index].tables[request.request_id]
+        block_ids = table.blocks[start - table.first :]
+        if block_ids:
+            update = BlockTableUpdate(index, request.row, start, block_ids)
+            self._updates.setdefault(request.request_id, []).append(update)
 
     def _extend_hashes(self, request: Request, num_tokens: int) -> None:
         extend_block_hashes(
@@ -177,20 +255,17 @@ class KVManager:
                 request.draft_block_hashes, request.block_hashes, request.token_ids, self.block_size
             )
 
-    def _round_up(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size) * self.block_size
-
 
 def _num_tokens_at_start(request: Request) -> int:
     return min(len(request.token_ids) + request.num_lookahead_slots, request.token_limit)
 
 
 def _has_draft_names(request: Request) -> bool:
-    return request.draft_method is not None and request.draft_method.keys_next_token
+    return request.draft_method is not None and request.draft_method.keeps_up
 
 
 def _names(request: Request, group: int) -> Sequence[bytes]:
     """Of the request's leading full blocks, as this group keeps them."""
     method = request.draft_method
-    is_keyed = method is not None and method.keys_next_token and method.kv_group == group
+    is_keyed = method is not None and method.keeps_up and group in method.kv_groups
     return request.draft_block_hashes if is_keyed else request.block_hashes

@@ -1,15 +1,12 @@
-"""A step plan while it is put together: entries in plan order, table updates, and how much of the budget is
-left.
-"""
+"""A step plan while it is put together: entries in plan order, and how much of the budget is left."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine.request import Request
 from engine.scheduler.draft_policy import DraftChoice
-from engine.step import BlockTableUpdate, NewRow, ScheduledRequest, StepPlan
+from engine.step import BlockTableUpdate, DraftFeed, NewRow, ScheduledRequest, StepPlan
 
 
 @dataclass
@@ -23,7 +20,7 @@ class PlanBuilder:
     no_drafts_reasons: list[str] = field(default_factory=list)  # of `scheduled`; "" where drafts are expected
     host_drafts: dict[int, list[int]] = field(default_factory=dict)
     new_rows: list[NewRow] = field(default_factory=list)
-    block_table_updates: list[BlockTableUpdate] = field(default_factory=list)
+    block_table_updates: list[BlockTableUpdate] = field(default_factory=list)  # up to this step
 
     @property
     def has_chunks(self) -> bool:
@@ -35,11 +32,13 @@ class PlanBuilder:
         num_drafts: int,
         drafts: DraftChoice,
         *,
+        feed: DraftFeed | None,
         keeps_up: str,
         no_drafts_reason: str,
-        updates: Sequence[BlockTableUpdate],
     ) -> None:
-        """Verify `num_drafts` drafts, or none for a reason; ask for `drafts` afterwards."""
+        """Verify `num_drafts` drafts, or none for a reason; ask for `drafts` afterwards, from a drafter that was fed
+        `feed`.
+        """
         num_tokens = 1 + num_drafts
         if request.host_drafts and num_drafts > 0:
             self.host_drafts[request.row] = request.host_drafts[:num_drafts]
@@ -52,11 +51,19 @@ class PlanBuilder:
             method=drafts.method,
             num_next_drafts=drafts.k,
             keeps_up=keeps_up,
+            draft_feed=feed,
         )
         self._add(request, entry, drafts.reason, no_drafts_reason)
-        self.block_table_updates += updates
 
-    def add_chunk(self, request: Request, num_tokens: int, drafts: DraftChoice, keeps_up: str) -> None:
+    def add_chunk(
+        self,
+        request: Request,
+        num_tokens: int,
+        drafts: DraftChoice,
+        *,
+        feed: DraftFeed | None,
+        keeps_up: str,
+    ) -> None:
         """Compute the next tokens of a prefill; ask for `drafts` only if it ends here."""
         start = request.max_num_computed_tokens
         is_last = num_tokens == request.num_prefill_tokens_left
@@ -70,10 +77,11 @@ class PlanBuilder:
             method=drafts.method,
             num_next_drafts=drafts.k,
             keeps_up=keeps_up,
+            draft_feed=feed,
         )
         self._add(request, entry, drafts.reason, "")
 
-    def add_row(self, request: Request, updates: Sequence[BlockTableUpdate]) -> None:
+    def add_row(self, request: Request) -> None:
         """The request was given a row and blocks."""
         new_row = NewRow(
             row=request.row,
@@ -86,7 +94,6 @@ class PlanBuilder:
             stop_ids=request.stop_ids,
         )
         self.new_rows.append(new_row)
-        self.block_table_updates += updates
 
     def build(self) -> StepPlan:
         return StepPlan(

@@ -12,7 +12,6 @@ from operator import attrgetter
 from engine.request import NO_METHOD, NO_ROW, Request, RequestStatus
 from engine.scheduler.kv_manager import KVManager
 from engine.scheduler.row_pool import RowPool
-from engine.step import BlockTableUpdate
 
 _by_order = attrgetter("order")
 
@@ -38,15 +37,17 @@ class RunningSet:
     def last(self) -> Request:
         return self._requests[-1]
 
-    def admit(self, request: Request, num_hit_blocks: int) -> list[BlockTableUpdate]:
-        """Give the request a row, the blocks of its hit and blocks for the rest of its prefill."""
+    def admit(self, request: Request, num_hit_blocks: int) -> None:
+        """Give the request a row, and the blocks that it starts with."""
         request.status = RequestStatus.RUNNING
         request.row = self.rows.take()
         request.prefill_end = len(request.token_ids)
         request.num_computed_tokens = num_hit_blocks * self.kv.block_size
         request.prompt_logprobs = []
         insort(self._requests, request, key=_by_order)
-        return self.kv.start(request, num_hit_blocks)
+        request.draft_watermark = self.kv.start(request, num_hit_blocks) * self.kv.block_size
+        is_behind = request.draft_watermark < request.num_computed_tokens
+        request.next_draft_start = request.draft_watermark if is_behind else None
 
     def remove(self, request: Request, status: RequestStatus, *, keep_findable: bool = True) -> None:
         """Take row and blocks. `keep_findable`: others may go on hitting what its full blocks hold."""
@@ -55,7 +56,8 @@ class RunningSet:
         self.rows.free(request.row, self.newest_step)
         request.row = NO_ROW
         request.status = status
-        request.num_computed_tokens = 0
+        request.num_computed_tokens = request.draft_watermark = 0
+        request.next_draft_start = 0
         request.next_method = NO_METHOD
         request.num_next_drafts = 0
         request.num_known_drafts = None

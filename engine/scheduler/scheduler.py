@@ -21,6 +21,7 @@ from engine.messages import AddRequest, RequestOutput, RequestTimes
 from engine.request import Request, RequestStatus, RunCutter
 from engine.scheduler import results
 from engine.scheduler.chunk_policy import ChunkPolicy
+from engine.scheduler.draft_feeds import note_feed
 from engine.scheduler.draft_policy import DraftPolicy
 from engine.scheduler.host_drafts import HostDrafts
 from engine.scheduler.kv_manager import KVManager
@@ -50,7 +51,7 @@ class Scheduler:
         *,
         config: SchedulerConfig,
         block_size: int,
-        num_blocks: int,
+        num_blocks: Sequence[int],  # by group
         groups: Sequence[KVGroupSpec],
         enable_prefix_cache: bool,
         max_model_len: int,
@@ -108,6 +109,7 @@ class Scheduler:
             times=RequestTimes(arrival=message.arrival_time or self._clock()),
             draft_method=draft_method,
             kv_groups=self._groups_of(draft_method),
+            draft_kv_groups=_draft_groups_of(draft_method),
         )
         self._num_added += 1
         self._requests[message.request_id] = request
@@ -206,14 +208,14 @@ class Scheduler:
         return self._completed
 
     def stats(self) -> EngineStats:
-        num_used, num_cached = self._kv.occupancy()
+        num_used, num_cached, num_blocks = self._kv.occupancy()
         num_prefilling = sum(max(request.num_prefill_tokens_left, 0) for request in self._running)
         return EngineStats(
             num_running=len(self._running),
             num_waiting=len(self._waiting),
             num_waiting_tokens=self._waiting.num_tokens + num_prefilling,
-            num_blocks=self._kv.num_blocks,
-            num_free_blocks=self._kv.num_blocks - num_cached - num_used,
+            num_blocks=num_blocks,
+            num_free_blocks=num_blocks - num_cached - num_used,
             num_cached_blocks=num_cached,
             num_preemptions_total=self._planner.num_preemptions,
         )
@@ -235,9 +237,10 @@ class Scheduler:
         return min(len(message.prompt_token_ids) + message.params.max_tokens, self._max_model_len)
 
     def _groups_of(self, draft_method: DraftMethod | None) -> tuple[int, ...]:
-        """The target's groups, and that of the request's own drafter."""
-        own = None if draft_method is None else draft_method.kv_group
-        return self._target_groups if own is None else (*self._target_groups, own)
+        """The target's groups, and those of a drafter that keeps up."""
+        if draft_method is None or not draft_method.keeps_up:
+            return self._target_groups
+        return (*self._target_groups, *draft_method.kv_groups)
 
     def _check_fits(self, message: AddRequest) -> None:
         """Raise InvalidRequestError for a request that could never run to its end."""
@@ -252,7 +255,7 @@ class Scheduler:
                 f"got {num_prompt_tokens} tokens, expected at most {self._max_model_len - 1}: "
                 f"prompt and output together fit {self._max_model_len}",
             )
-        capacity = self._kv.num_blocks * self._kv.block_size
+        capacity = self._kv.longest_request(self._max_model_len)
         if num_prompt_tokens >= capacity:
             raise InvalidRequestError(
                 "prompt",
@@ -297,6 +300,7 @@ class Scheduler:
             return results.error_output(request)
         # A request that was preempted since has lost its KV; its tokens count all the same.
         is_running = request.status is RequestStatus.RUNNING
+        start = request.num_computed_tokens
         if is_running:
             request.num_computed_tokens += entry.num_tokens if entry.is_prefill else len(result.token_ids)
         output = (
@@ -306,7 +310,9 @@ class Scheduler:
         )
         if is_running:
             # Of the last confirmed token no KV is needed, and behind a cut none is confirmed.
-            self._kv.commit(request, min(request.num_computed_tokens, max(len(request.token_ids) - 1, 0)))
+            num_confirmed = min(request.num_computed_tokens, len(request.token_ids) - 1)
+            note_feed(request, entry, result, start, num_confirmed)
+            self._kv.commit(request, num_confirmed, self._running.newest_step)
         if output is not None and output.finish is not None:
             self._end(request)
         return output
@@ -333,3 +339,8 @@ class Scheduler:
             request.status = RequestStatus.FINISHED
         else:
             self._running.remove(request, RequestStatus.FINISHED, keep_findable=keep_findable)
+
+
+def _draft_groups_of(draft_method: DraftMethod | None) -> tuple[int, ...]:
+    """Those of a drafter that catches up."""
+    return () if draft_method is None or not draft_method.catches_up else draft_method.kv_groups

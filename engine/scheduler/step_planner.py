@@ -2,7 +2,9 @@
 blocks.
 
 Order everywhere is (priority, arrival). Nobody starves: within a priority the head of the queue is never
-overtaken, decodes that did not fit go first in the next step, and prefill work has a share of every step.
+overtaken, decodes that did not fit go first in the next step, and prefill work has a share of every step. Where a
+prefill gets its blocks chunk by chunk (windows), the first one in order always gets one more: it may preempt those
+behind it, like a decode.
 """
 
 from __future__ import annotations
@@ -14,13 +16,14 @@ from engine.draft_method import DraftMethod
 from engine.request import NO_METHOD, Request, RequestStatus
 from engine.scheduler import not_drafted
 from engine.scheduler.chunk_policy import MIN_CHUNK, ChunkPolicy
+from engine.scheduler.draft_feeds import DraftFeeder
 from engine.scheduler.draft_policy import DraftChoice, DraftPolicy
 from engine.scheduler.host_drafts import HostDrafts
 from engine.scheduler.plan_builder import PlanBuilder
 from engine.scheduler.running_set import RunningSet
 from engine.scheduler.waiting_queue import WaitingQueue
-from engine.step import BlockTableUpdate
 
+_NO_ROOM = -1
 WATERMARK = 0.01  # share of the blocks that an admission leaves to the growth of running requests
 
 
@@ -42,21 +45,26 @@ class StepPlanner:
         self._waiting = waiting
         self._running = running
         self._kv = running.kv
+        self._feeder = DraftFeeder(running.kv, self._max_chunk, self._budget)
         self._draft_policy = draft_policy
         self._chunk_policy = chunk_policy
         self._host_drafts = host_drafts
         self._num_decoding = 0
         self._max_drafts = max_drafts
-        self._watermark = max(1, int(WATERMARK * self._kv.num_blocks))
+        self._watermark = [max(1, int(WATERMARK * count)) for count in self._kv.num_blocks]
         self._last_served = (0, -1)  # order of the last decode served when not all fitted
         self.num_preemptions = 0
 
     def plan(self, step: int) -> PlanBuilder:
         """The step, possibly empty. Counters of the requests in it include it already."""
         builder = PlanBuilder(step, self._budget)
+        self._feeder.begin_step()
         self._preempt_for_priority()
-        has_room = self._add_decodes(builder)
+        has_room = self._secure_first_prefill()
+        has_room &= self._add_decodes(builder)
         self._add_prefills(builder, may_admit=has_room)
+        if builder.scheduled:
+            builder.block_table_updates = self._kv.take_updates()
         return builder
 
     # ---- decodes -------------------------------------------------------------------------------------------
@@ -104,23 +112,22 @@ class StepPlanner:
                 continue
             num_offered = self._num_offered_drafts(request)
             num_drafts = min(num_offered, request.num_usable_drafts, num_spare_tokens)
-            updates: Sequence[BlockTableUpdate] | None = ()
             if _num_slots_needed(request, num_drafts) > self._kv.num_slots(request):
-                num_drafts, updates = self._grow(request, num_drafts)
-            if updates is None:
+                num_drafts = self._grow(request, num_drafts)
+            if num_drafts == _NO_ROOM:
                 has_room = False
                 continue
             num_spare_tokens -= num_drafts
             reason = not_drafted.LIMIT if num_drafts < num_offered else request.no_drafts_reason
             drafts = self._choose_drafts(request, 1 + num_drafts)
-            keeps_up = _who_keeps_up(request, drafts.method, 1 + num_drafts)
+            drafts, feed = self._feeder.plan(request, 1 + num_drafts, drafts)
             builder.add_decode(
                 request,
                 num_drafts,
                 drafts,
-                keeps_up=keeps_up,
+                feed=feed,
+                keeps_up=_who_keeps_up(request, drafts.method, 1 + num_drafts),
                 no_drafts_reason="" if num_drafts else reason,
-                updates=updates,
             )
         return has_room
 
@@ -139,25 +146,30 @@ class StepPlanner:
             return num_asked
         return min(num_asked, num_known)
 
-    def _grow(self, request: Request, num_drafts: int) -> tuple[int, Sequence[BlockTableUpdate] | None]:
-        """Slots for the next token and its drafts. Returns how many drafts may stay, and the updates; None
-        when the request has to wait for blocks.
-
-        For the token those served after it are preempted, for drafts nobody. It never gives up its own
-        blocks: whoever is served before it will take them.
+    def _grow(self, request: Request, num_drafts: int) -> int:
+        """Slots for the next token and its drafts. Returns how many drafts may stay; _NO_ROOM when the request has
+        to wait for blocks. For the token those served after it are preempted, for drafts nobody.
         """
         num_slots = _num_slots_needed(request, num_drafts)
         if max(self._kv.growth_shortage(request, num_slots)) <= 0:
-            return num_drafts, self._kv.grow(request, num_slots)
-        num_slots = request.max_num_computed_tokens + 1
-        num_fitting = self._kv.num_slots(request) - num_slots
+            self._kv.grow(request, num_slots)
+            return num_drafts
+        num_fitting = self._kv.num_slots(request) - request.max_num_computed_tokens - 1
         if num_fitting >= 0:
-            return min(num_drafts, num_fitting), ()
+            return min(num_drafts, num_fitting)
+        return 0 if self._grow_by_preemption(request) else _NO_ROOM
+
+    def _grow_by_preemption(self, request: Request) -> bool:
+        """A slot for the next token, at the cost of those served after the request. False: it has to wait. It never
+        gives up its own blocks: whoever is served before it will take them.
+        """
+        num_slots = request.max_num_computed_tokens + 1
         while max(shortage := self._kv.growth_shortage(request, num_slots)) > 0:
             if _covers(self._kv.num_fenced_blocks(), shortage) or self._running.last() is request:
-                return 0, None
+                return False
             self._preempt(self._running.last())
-        return 0, self._kv.grow(request, num_slots)
+        self._kv.grow(request, num_slots)
+        return True
 
     def _choose_drafts(self, request: Request, num_tokens: int) -> DraftChoice:
         """Before the request's next step, of `num_tokens`, is added to the plan."""
@@ -180,6 +192,15 @@ class StepPlanner:
 
     # ---- prefills ------------------------------------------------------------------------------------------
 
+    def _secure_first_prefill(self) -> bool:
+        """Before decodes take blocks: room for the next token of the first prefill, so that it goes on whatever
+        happens; the others take what is left. False: it waits for blocks, and nobody is admitted.
+        """
+        for request in self._running:
+            if request.num_prefill_tokens_left > 0:
+                return self._grow_by_preemption(request)
+        return True
+
     def _add_prefills(self, builder: PlanBuilder, *, may_admit: bool) -> None:
         allowance = builder.budget
         if builder.scheduled:
@@ -196,11 +217,33 @@ class StepPlanner:
         num_tokens = self._chunk_size(builder, request.num_prefill_tokens_left, allowance)
         if num_tokens == 0:
             return 0
+        num_tokens = self._grow_for_chunk(request, num_tokens)
+        if num_tokens == 0:
+            return allowance
         is_last = num_tokens == request.num_prefill_tokens_left
         drafts = self._choose_drafts(request, num_tokens)
-        keeps_up = _who_keeps_up(request, drafts.method, num_tokens)
-        builder.add_chunk(request, num_tokens, drafts if is_last else drafts._replace(k=0), keeps_up)
+        drafts, feed = self._feeder.plan(request, num_tokens, drafts)
+        builder.add_chunk(
+            request,
+            num_tokens,
+            drafts if is_last else drafts._replace(k=0),
+            feed=feed,
+            keeps_up=_who_keeps_up(request, drafts.method, num_tokens),
+        )
         return allowance - num_tokens
+
+    def _grow_for_chunk(self, request: Request, num_tokens: int) -> int:
+        """Slots for the next chunk, as far as blocks are available. Returns how many of its tokens fit."""
+        num_computed = request.max_num_computed_tokens
+        num_slots = min(num_computed + num_tokens + request.num_lookahead_slots, request.token_limit)
+        num_slots = min(num_slots, self._kv.max_slots(request, self._reserve(request)))
+        self._kv.grow(request, num_slots)
+        return min(num_tokens, self._kv.num_slots(request) - num_computed)
+
+    def _reserve(self, request: Request) -> list[int]:
+        """Per group: available blocks that a prefill leaves to the growth of other running requests."""
+        is_alone = all(other is request for other in self._running)
+        return [0] * len(self._watermark) if is_alone else self._watermark
 
     def _chunk_size(self, builder: PlanBuilder, num_tokens_left: int, allowance: int) -> int:
         """0: what is left is not worth a chunk. The first chunk of a step takes what there is."""
@@ -225,15 +268,15 @@ class StepPlanner:
             num_tokens_left = len(head.token_ids) - num_hit_blocks * self._kv.block_size
             if self._chunk_size(builder, num_tokens_left, allowance) == 0:
                 break
-            reserve = self._watermark if len(self._running) > 0 else 0
-            if max(self._kv.start_shortage(head, num_hit_blocks, reserve)) > 0:
+            if max(self._kv.start_shortage(head, num_hit_blocks, self._reserve(head))) > 0:
                 break
             self._waiting.remove(head)
-            updates = self._running.admit(head, num_hit_blocks)
+            self._running.admit(head, num_hit_blocks)
             if head.num_preemptions == 0:
                 head.num_cached_tokens = head.num_computed_tokens
-            builder.add_row(head, updates)
+            builder.add_row(head)
             allowance = self._add_chunk(builder, head, allowance)
+            assert builder.requests[-1] is head, f"{head.request_id}: admitted without room for a token"
         return allowance
 
     # ---- preemption ----------------------------------------------------------------------------------------
@@ -282,9 +325,9 @@ def _drafter_room(method: DraftMethod, request: Request, num_tokens: int) -> int
 
 
 def _who_keeps_up(request: Request, drafting: str, num_tokens: int) -> str:
-    """The request's method with KV of its own, if it has to see the step of `num_tokens` although another drafts."""
+    """The request's method, if it has to see the step of `num_tokens` although another drafts."""
     own = request.draft_method
-    if own is None or own.kv_group is None or own.name == drafting:
+    if own is None or not own.keeps_up or own.name == drafting:
         return NO_METHOD
     return own.name if _drafter_room(own, request, num_tokens) > 0 else NO_METHOD
 

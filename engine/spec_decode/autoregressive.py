@@ -1,21 +1,28 @@
 """Draft models that draft token by token: draft prefill (step 0) over the step's tokens, then a decode loop.
 
-A subclass is a loader plus hook overrides. The two families differ in what the prefill pairs up:
+A subclass is a loader plus hook overrides. The families differ in what the prefill pairs up:
 - with the target's hidden states (EAGLE, MTP): row p is (h_p, x_{p+1}); step 0 yields the first draft already.
 - an independent model: row p is x_p; the prefill only fills the cache, and the loop runs k steps from the last token.
+  What it computes need not be the step's tokens: it catches up with what it missed (`ProposalInputs.draft_feeds`).
+- over the target's cache (Gemma 4): there is nothing to fill; every step, the first too, is one row per request, and
+  what happened in steps without drafts does not matter.
 Rejected tokens need no clean-up: positions start again from the last confirmed token, and later rows overwrite.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 
 from engine.attention.backend import AttentionContext
 from engine.attention.metadata import AttentionInputs
+from engine.device import to_device
 from engine.spec_decode.speculator import BaseSpeculator, DraftContext, DraftTokens, ProposalInputs, no_drafts
+from engine.step import DraftFeed
 
 DraftHidden = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -60,7 +67,8 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         attention: AttentionContext,
     ) -> DraftHidden:
         """One pass of the draft model over ragged tokens. input_ids, positions: [num_tokens] int64;
-        hidden_states: [num_tokens, hidden_size], of the target or fed back."""
+        hidden_states: [num_tokens, hidden_size], of the target or fed back; without a meaning, and of any length, for
+        a model that catches up by tokens."""
 
     @abstractmethod
     def sample_draft(
@@ -75,14 +83,23 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
 
     def propose(self, inputs: ProposalInputs) -> DraftTokens:
         k = max(inputs.wanted)
-        state = self._prefill(inputs)
+        has_first_draft = False
+        if self.needs.draft_kv == "own":
+            state = self._prefill(inputs)  # also for k = 0: its cache must not have holes
+            has_first_draft = self.needs.first_draft_from_prefill
+        else:
+            hidden = inputs.hidden_states[inputs.last_row_indices]
+            state = DraftState(hidden, hidden)
         if k == 0:
             return no_drafts(inputs)
         drawn_at = inputs.request_rows.num_tokens[inputs.rows].to(torch.int64)  # [num_reqs]
         drafts: list[torch.Tensor] = []
+        attention: AttentionContext | None = None
         while len(drafts) < k:
-            if drafts or not self.needs.first_draft_from_prefill:
-                state = self._decode(inputs, state, drafts, drawn_at)
+            if drafts or not has_first_draft:
+                if attention is None or self.advance_draft_positions:
+                    attention = self._decode_attention(inputs, drawn_at, len(drafts))
+                state = self._decode(inputs, state, drafts, drawn_at, attention)
             drafts.append(self._draw(state, inputs, drawn_at + len(drafts)))
         return DraftTokens(torch.stack(drafts, dim=1), inputs.num_speculative_tokens())
 
@@ -96,8 +113,10 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         return draft
 
     def _prefill(self, inputs: ProposalInputs) -> DraftState:
-        """Run the step's tokens; keep the last valid row of each request."""
-        attention = self._own_group(inputs.attention)
+        """Run the step's tokens, or what the drafter is fed instead; keep the last valid row of each request."""
+        attention, last_rows = self._own_groups(inputs.attention), inputs.last_row_indices
+        if any(inputs.draft_feeds):
+            attention, last_rows = self._fed_tokens(inputs)
         shift = 1 if self.needs.first_draft_from_prefill else 0
         lens = torch.diff(attention.query_start_loc).to(torch.int64)
         token_rows = torch.repeat_interleave(inputs.rows, lens, output_size=len(attention.positions))
@@ -106,43 +125,98 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         output = self.draft_forward(
             input_ids, attention.positions, self.prefill_hidden(inputs), self._attention_context(attention)
         )
-        return self._state(output, inputs.last_row_indices)
+        return self._state(output, last_rows)
+
+    def _fed_tokens(self, inputs: ProposalInputs) -> tuple[AttentionInputs, torch.Tensor]:
+        """The tokens of `draft_feeds`, the step's where there is none; and the last valid row of each request.
+
+        Rows behind a request's last valid token store nothing, and stand where that token does: nobody reads them.
+        Example: DraftFeed(4, 9) and 12 tokens valid after the step: positions 4..11, 11, the row of the last one is 7.
+        """
+        rows, step, context = inputs.rows, inputs.attention, self._context
+        feeds = [
+            feed or DraftFeed(-1, query_len)
+            for feed, query_len in zip(inputs.draft_feeds, step.query_lens, strict=True)
+        ]
+        query_lens = [feed.num_tokens for feed in feeds]
+        planned = np.array([[feed.start for feed in feeds], query_lens], dtype=np.int64)
+        planned_starts, lens = to_device(planned, rows.device).unbind()
+        starts = torch.where(
+            planned_starts < 0, step.positions[step.query_start_loc[:-1].long()], planned_starts
+        )
+        first_rows = F.pad(lens.cumsum(0), (1, 0))  # [num_reqs + 1] int64
+        reqs = torch.arange(len(feeds), device=rows.device)
+        reqs = torch.repeat_interleave(reqs, lens, output_size=sum(query_lens))
+        positions = starts[reqs] + torch.arange(len(reqs), device=rows.device) - first_rows[reqs]
+        ends = torch.minimum(starts + lens, inputs.request_rows.num_computed_tokens[rows].to(torch.int64))
+        attention = AttentionInputs(
+            query_lens=query_lens,
+            max_seq_lens=[
+                length if feed.start < 0 else feed.start + feed.num_tokens
+                for feed, length in zip(feeds, step.max_seq_lens, strict=True)
+            ],
+            query_start_loc=first_rows.to(torch.int32),
+            seq_lens=ends.to(torch.int32),
+            positions=torch.minimum(positions, ends[reqs] - 1),
+            block_tables=tuple(step.block_tables[group] for group in context.group_indices),
+            slot_mappings=tuple(
+                context.block_tables.slot_mapping(group, rows[reqs], positions, ends[reqs])
+                for group in context.group_indices
+            ),
+            block_size=step.block_size,
+        )
+        return attention, first_rows[:-1] + ends - starts - 1
 
     def _decode(
-        self, inputs: ProposalInputs, state: DraftState, drafts: list[torch.Tensor], drawn_at: torch.Tensor
+        self,
+        inputs: ProposalInputs,
+        state: DraftState,
+        drafts: list[torch.Tensor],
+        drawn_at: torch.Tensor,
+        attention: AttentionContext,
     ) -> DraftState:
-        """One token per request: the newest draft, or the last confirmed token when there is none yet.
+        """One token per request: the newest draft, or the last confirmed token when there is none yet."""
+        if drafts:
+            # -1 is an unusable draft: it and all behind it are dropped, so any token does.
+            input_ids = drafts[-1].clamp(min=0)
+        else:
+            input_ids = inputs.request_rows.token_history[inputs.rows, drawn_at - 1].to(torch.int64)
+        output = self.draft_forward(input_ids, attention.inputs.positions, state.feedback, attention)
+        return self._state(output, None)
 
-        The token stands at `drawn_at - 1 + len(drafts)`; a row pairs it with the hidden state before it, so with
-        hidden input the row's position is one less.
+    def _decode_attention(
+        self, inputs: ProposalInputs, drawn_at: torch.Tensor, step: int
+    ) -> AttentionContext:
+        """Of draft step `step`, whose token stands at `drawn_at - 1 + step`; a row pairs it with the hidden state
+        before it, so with hidden input the row's position is one less. Where positions do not advance, it serves all.
         """
-        step = len(drafts)
         rows, history = inputs.rows, inputs.request_rows
         offset = 2 if self.needs.first_draft_from_prefill else 1
         positions = drawn_at - offset + (step if self.advance_draft_positions else 0)
         positions = positions.clamp(min=0)  # requests that have no token yet: their drafts are not used
-        # -1 is an unusable draft: it and all behind it are dropped, so any token does.
-        input_ids = (
-            drafts[-1].clamp(min=0) if drafts else history.token_history[rows, drawn_at - 1].to(torch.int64)
-        )
         context = self._context
-        # A request that wants fewer drafts than the batch has slots for its own ones only.
-        is_wanted = step < inputs.num_speculative_tokens()
-        limits = torch.where(is_wanted, history.token_limit[rows].to(torch.int64), 0)
-        slots = context.block_tables.slot_mapping(context.group_index, rows, positions, limits)
-        group_table = inputs.attention.block_tables[context.group_index]
-        attention = AttentionInputs(
-            query_lens=[1] * inputs.num_reqs,
-            max_seq_lens=[length + step + 1 for length in inputs.attention.max_seq_lens],
-            query_start_loc=torch.arange(inputs.num_reqs + 1, dtype=torch.int32, device=rows.device),
-            seq_lens=(positions + 1).to(torch.int32),
-            positions=positions,
-            block_tables=(group_table,),
-            slot_mappings=(slots,),
-            block_size=inputs.attention.block_size,
+        if self.needs.draft_kv == "own":
+            # A request that wants fewer drafts than the batch has slots for its own ones only.
+            is_wanted = step < inputs.num_speculative_tokens()
+            limits = torch.where(is_wanted, history.token_limit[rows].to(torch.int64), 0)
+        else:
+            limits = torch.zeros_like(positions)  # nothing is written
+        num_ahead = step + 1 if self.advance_draft_positions else 0
+        return self._attention_context(
+            AttentionInputs(
+                query_lens=[1] * inputs.num_reqs,
+                max_seq_lens=[length + num_ahead for length in inputs.attention.max_seq_lens],
+                query_start_loc=torch.arange(inputs.num_reqs + 1, dtype=torch.int32, device=rows.device),
+                seq_lens=(positions + 1).to(torch.int32),
+                positions=positions,
+                block_tables=tuple(inputs.attention.block_tables[group] for group in context.group_indices),
+                slot_mappings=tuple(
+                    context.block_tables.slot_mapping(group, rows, positions, limits)
+                    for group in context.group_indices
+                ),
+                block_size=inputs.attention.block_size,
+            )
         )
-        output = self.draft_forward(input_ids, positions, state.feedback, self._attention_context(attention))
-        return self._state(output, None)
 
     def _state(self, output: DraftHidden, indices: torch.Tensor | None) -> DraftState:
         if self.model_returns_tuple:
@@ -155,20 +229,15 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
             return DraftState(for_logits, feedback)
         return DraftState(for_logits[indices], feedback[indices])
 
-    def _own_group(self, inputs: AttentionInputs) -> AttentionInputs:
-        """The step's tokens with the drafter's block table alone."""
-        group = self._context.group_index
-        return AttentionInputs(
-            query_lens=inputs.query_lens,
-            max_seq_lens=inputs.max_seq_lens,
-            query_start_loc=inputs.query_start_loc,
-            seq_lens=inputs.seq_lens,
-            positions=inputs.positions,
-            block_tables=(inputs.block_tables[group],),
-            slot_mappings=(inputs.slot_mappings[group],),
-            block_size=inputs.block_size,
+    def _own_groups(self, inputs: AttentionInputs) -> AttentionInputs:
+        """The step's tokens with the block tables that the drafter uses."""
+        indices = self._context.group_indices
+        return replace(
+            inputs,
+            block_tables=tuple(inputs.block_tables[group] for group in indices),
+            slot_mappings=tuple(inputs.slot_mappings[group] for group in indices),
         )
 
     def _attention_context(self, inputs: AttentionInputs) -> AttentionContext:
         context = self._context
-        return AttentionContext(context.backend, inputs, (context.group,), context.caches)
+        return AttentionContext(context.backend, inputs, context.groups, context.caches)

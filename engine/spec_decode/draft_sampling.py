@@ -25,13 +25,7 @@ class DraftSampler:
         distributions = inputs.draft_distributions
         sampled = self._sampler.sample(
             logits,
-            SampleBatch(
-                rows=inputs.rows,
-                positions=positions,
-                request_rows=inputs.request_rows,
-                states=inputs.states,
-                features=inputs.states.features(inputs.row_list),
-            ),
+            _sample_batch(inputs, positions),
             stream=TARGET_STREAM if distributions is None else DRAFT_STREAM,
             needs_probs=distributions is not None,
         )
@@ -40,3 +34,26 @@ class DraftSampler:
             steps = positions - inputs.request_rows.num_tokens[inputs.rows]
             distributions.record(inputs.rows, steps, sampled.probs)
         return torch.where(sampled.is_bad, -1, sampled.token_ids)
+
+    def draw_among(
+        self, logits: torch.Tensor, token_ids: torch.Tensor, inputs: ProposalInputs, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """The same from a head that knows some tokens only. logits: [num_reqs, m] float; token_ids: [num_reqs, m]
+        int64, distinct in a row. The whole vocabulary is built only for what is defined over it: biases, penalties,
+        and the recorded distributions of a rule.
+        """
+        if inputs.features.changes_logits or inputs.draft_distributions is not None:
+            spread = logits.new_full((len(logits), inputs.states.vocab_size), float("-inf"))
+            return self.draw(spread.scatter_(1, token_ids, logits), inputs, positions)
+        sampled = self._sampler.sample_among(logits, token_ids, _sample_batch(inputs, positions))
+        return torch.where(sampled.is_bad, -1, sampled.token_ids)
+
+
+def _sample_batch(inputs: ProposalInputs, positions: torch.Tensor) -> SampleBatch:
+    return SampleBatch(
+        rows=inputs.rows,
+        positions=positions,
+        request_rows=inputs.request_rows,
+        states=inputs.states,
+        features=inputs.features,
+    )

@@ -27,8 +27,11 @@ class IndependentDraftSpeculator(AutoRegressiveSpeculator):
         self._sampler = DraftSampler()
 
     def kv_groups(self) -> tuple[KVGroupSpec, ...]:
-        (group,) = self._model.kv_groups()
-        return (msgspec.structs.replace(group, name="draft_model"),)
+        """The model's own, under names that the target's groups do not have."""
+        return tuple(
+            msgspec.structs.replace(group, name=f"draft_model.{group.name}")
+            for group in self._model.kv_groups()
+        )
 
     def draft_forward(
         self,

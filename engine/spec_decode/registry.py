@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -11,9 +11,11 @@ from engine.config import ModelConfig, SpeculatorConfig
 from engine.errors import ConfigError
 from engine.models.eagle import EagleDraftModel
 from engine.models.eagle3 import Eagle3DraftModel
+from engine.models.gemma4_assistant import Gemma4AssistantModel
 from engine.models.loader import LoadedModel, load_model
 from engine.registry import Registry
 from engine.spec_decode.eagle import Eagle3Speculator, EagleSpeculator
+from engine.spec_decode.gemma4 import DEFAULT_POSITION_POLICY, POSITION_POLICIES, Gemma4Speculator
 from engine.spec_decode.host import HostSpeculator
 from engine.spec_decode.independent import IndependentDraftSpeculator
 from engine.spec_decode.ngram import NgramSpeculator
@@ -84,6 +86,20 @@ def _make_eagle3(config: SpeculatorConfig, target: LoadedModel, device: torch.de
     return Eagle3Speculator(model, target.model)
 
 
+def _make_gemma4(config: SpeculatorConfig, target: LoadedModel, device: torch.device) -> BaseSpeculator:
+    options = dict(config.options)
+    policy = options.pop("positions", DEFAULT_POSITION_POLICY)
+    _refuse_options(config, options, ("positions",))
+    if policy not in POSITION_POLICIES:
+        raise ConfigError(
+            f"speculator {config.method}: got positions={policy!r}, expected one of {', '.join(POSITION_POLICIES)}"
+        )
+    source = open_checkpoint(ModelConfig(model=_checkpoint(config)))
+    model = Gemma4AssistantModel(source.config(), target.model, target.dtype, device)
+    model.load_weights(source.tensors())
+    return Gemma4Speculator(model, POSITION_POLICIES[policy])
+
+
 SPECULATORS: Registry[SpeculatorFactory] = Registry(
     "speculator",
     {
@@ -92,6 +108,7 @@ SPECULATORS: Registry[SpeculatorFactory] = Registry(
         "draft_model": _make_draft_model,
         "eagle": _make_eagle,
         "eagle3": _make_eagle3,
+        "gemma4_mtp": _make_gemma4,
     },
 )
 
@@ -104,12 +121,16 @@ def _checkpoint(config: SpeculatorConfig) -> str:
 
 def _read_options(config: SpeculatorConfig, defaults: dict[str, int]) -> dict[str, int]:
     """The whole-number options of a method. Raises ConfigError for unknown names and other values."""
+    _refuse_options(config, [name for name in config.options if name not in defaults], tuple(defaults))
     values = dict(defaults)
     for name, text in config.options.items():
-        if name not in defaults:
-            expected = ", ".join(defaults) or "none"
-            raise ConfigError(f"speculator {config.method}: got option {name!r}, expected one of: {expected}")
         if not text.isdecimal():
             raise ConfigError(f"speculator {config.method}: got {name}={text!r}, expected a whole number")
         values[name] = int(text)
     return values
+
+
+def _refuse_options(config: SpeculatorConfig, unknown: Iterable[str], known: Sequence[str]) -> None:
+    for name in unknown:
+        expected = ", ".join(known) or "none"
+        raise ConfigError(f"speculator {config.method}: got option {name!r}, expected one of: {expected}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -18,11 +19,13 @@ import torch
 from engine.attention.backend import AttentionBackend
 from engine.attention.metadata import AttentionInputs, LayerKVCache
 from engine.batch.block_tables import BlockTables
-from engine.batch.buffers import to_device
 from engine.batch.request_rows import RequestRows
+from engine.device import to_device
 from engine.kv_spec import KVGroupSpec
 from engine.sampling.draft_distributions import DraftDistributions
+from engine.sampling.features import BatchFeatures
 from engine.sampling.states import SamplingStates
+from engine.step import DraftFeed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +38,7 @@ class SpeculatorNeeds:
     catch_up: Literal["nothing", "tokens", "hidden"] = "nothing"  # what rows need of steps without drafts
     first_draft_from_prefill: bool = True  # draft step 0 yields the first draft; else the loop runs k steps
     lookahead_slots: int = 0  # KV slots that k drafts write beyond the confirmed tokens, less k
+    extra_window_keys: int = 0  # older keys than the target's window that it reads of a sliding layer's cache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,12 +56,19 @@ class ProposalInputs:
     aux_hidden_states: Mapping[int, torch.Tensor]  # target layer -> its input, [num_tokens, hidden_size]
     num_sampled: torch.Tensor  # [num_reqs] int64; tokens emitted, 0 for an unfinished prefill
     num_rejected: torch.Tensor  # [num_reqs] int64; scheduled tokens whose KV is void
+    draft_feeds: Sequence[DraftFeed | None] = ()  # what drafters that catch up compute; empty: None for all
     draft_distributions: DraftDistributions | None = None
     """Given when drafts must be drawn with noise of their own, and what they were drawn from recorded here."""
 
     @property
     def num_reqs(self) -> int:
         return len(self.row_list)
+
+    @cached_property
+    def features(self) -> BatchFeatures:
+        """What the requests ask of the sampler, one logits row each. Made once, not once a draft: it copies from the
+        host."""
+        return self.states.features(self.row_list)
 
     @property
     def last_row_indices(self) -> torch.Tensor:
@@ -91,6 +102,7 @@ class ProposalInputs:
             aux_hidden_states={layer: aux[tokens] for layer, aux in self.aux_hidden_states.items()},
             num_sampled=self.num_sampled[index],
             num_rejected=self.num_rejected[index],
+            draft_feeds=[self.draft_feeds[request] for request in requests] if self.draft_feeds else (),
         )
 
 
@@ -104,13 +116,13 @@ class DraftTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftContext:
-    """What the engine lends a draft model once the KV cache exists."""
+    """What the engine lends a draft model once the KV cache exists: its own KV groups, or the target's."""
 
     backend: AttentionBackend
     block_tables: BlockTables
-    group_index: int  # of the drafter's own KV group among all groups
-    group: KVGroupSpec
-    caches: Mapping[int, LayerKVCache]  # by the drafter's own layer index
+    group_indices: tuple[int, ...]  # of `groups` among all groups of the engine
+    groups: Sequence[KVGroupSpec]
+    caches: Mapping[int, LayerKVCache]  # by layer index, of the drafter or of the target
 
 
 class BaseSpeculator(ABC):

@@ -2,7 +2,7 @@
 
 It is also where a drafter's faults end. A method that raises, or that returns something else than drafts, leaves its
 requests without drafts for one step; the target's tokens and the drafts of other methods are not touched. Drafts that
-are no tokens are dropped with what follows them. A method with KV of its own may have lost entries when it raised:
+are no tokens are dropped with what follows them. A method that keeps up may have lost KV entries when it raised:
 its later drafts for these tokens, also through prefix hits, may be worse, and the text stays what it is.
 """
 
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from engine.batch.buffers import to_device
+from engine.device import to_device
 from engine.spec_decode.null import NullSpeculator
 from engine.spec_decode.speculator import BaseSpeculator, DraftTokens, ProposalInputs, SpeculatorNeeds
 
@@ -41,7 +41,8 @@ class SpeculatorSet(BaseSpeculator):
         self._vocab_size = vocab_size
         self.num_failures: Counter[tuple[str, str]] = Counter()  # (method, class of the exception) -> steps
         layers = {layer for speculator in speculators.values() for layer in speculator.needs.aux_layers}
-        self.needs = SpeculatorNeeds(aux_layers=tuple(sorted(layers)))
+        wants_all = any(speculator.needs.hidden == "all" for speculator in speculators.values())
+        self.needs = SpeculatorNeeds(hidden="all" if wants_all else "last", aux_layers=tuple(sorted(layers)))
 
     def propose(self, inputs: ProposalInputs, keeps_up: Sequence[str] = ()) -> CheckedDrafts:
         """Draft for the next step; the drafts also stand in the rows, behind the confirmed tokens.

@@ -8,18 +8,18 @@ unless the plan says so (`needs_host_inputs`).
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from engine.attention.backend import AttentionBackend, AttentionContext
-from engine.attention.metadata import LayerKVCache
+from engine.attention.metadata import NeededTokens
 from engine.batch.block_tables import BlockTables
-from engine.batch.input_batch import InputBatch, gather_batch
+from engine.batch.input_batch import BatchLayout, InputBatch, derive_batch, gather_batch
 from engine.batch.request_rows import RequestRows
-from engine.kv_spec import KVGroupSpec
+from engine.cudagraph import Recorder
 from engine.models.base import CausalLM
+from engine.request import NO_METHOD
+from engine.sampling.features import BatchFeatures, greedy_features
 from engine.sampling.logprobs import LogprobsTensors, compute_logprobs
 from engine.sampling.sampler import SampleBatch, sampled_logprobs
 from engine.sampling.states import SamplingStates
@@ -28,7 +28,9 @@ from engine.sampling.verifier import Verification, locate_drafts, verify
 from engine.spec_decode.speculator import ProposalInputs
 from engine.spec_decode.speculator_set import CheckedDrafts, SpeculatorSet
 from engine.step import HostInputs, NewRow, ScheduledRequest, StepPlan
-from engine.worker.output import PendingOutput, StepTensors, make_copy_stream
+from engine.worker.decode_graphs import DecodeStepGraphs
+from engine.worker.output import PendingOutput, StepTensors, make_copy_stream, pack_results
+from engine.worker.target import TargetForward, TargetStates
 
 PROMPT_LOGPROBS_CHUNK = 256  # logits rows at a time, so that a long prompt needs no [tokens, vocab] buffer
 
@@ -39,9 +41,7 @@ class TargetPass:
 
     plan: StepPlan
     batch: InputBatch
-    hidden_states: torch.Tensor  # [num_tokens, hidden_size]
-    aux_hidden_states: Mapping[int, torch.Tensor]  # target layer -> its input, [num_tokens, hidden_size]
-    logits: torch.Tensor  # [num_logits, vocab_size]
+    states: TargetStates
     draft_methods: list[str]  # who made the drafts verified here, per request
     clock: PhaseClock
 
@@ -60,15 +60,13 @@ class PhaseClock:
 
 
 class ModelRunner:
-    """Owns the device state of all running requests. `groups` and `caches` are the target's."""
+    """Owns the device state of all running requests."""
 
     def __init__(
         self,
         *,
         model: CausalLM,
-        backend: AttentionBackend,
-        groups: Sequence[KVGroupSpec],
-        caches: Mapping[int, LayerKVCache],
+        target: TargetForward,
         block_tables: BlockTables,
         speculators: SpeculatorSet,
         rule: VerificationRule,
@@ -78,17 +76,18 @@ class ModelRunner:
         device: torch.device,
     ) -> None:
         self._model = model
-        self._backend = backend
-        self._groups = groups
-        self._caches = caches
+        self._target = target
         self._speculators = speculators
-        self._rows = RequestRows(max_num_rows, max_model_len, max_drafts, device)
+        self._max_num_rows = max_num_rows
+        # One row more than requests may have: padding of a captured step, with a token limit of 0.
+        self._rows = RequestRows(max_num_rows + 1, max_model_len, max_drafts, device)
         self._block_tables = block_tables
-        self._states = SamplingStates(max_num_rows, model.vocab_size, device)
+        self._states = SamplingStates(max_num_rows + 1, model.vocab_size, device)
         self._rule = rule
         self._row_info: dict[int, NewRow] = {}
         self._draft_methods: dict[int, str] = {}  # row -> who made the drafts that stand in it
         self._copy_stream = make_copy_stream(device)
+        self._decode_graphs: DecodeStepGraphs | None = None
 
     @torch.inference_mode()
     def launch_target(self, plan: StepPlan) -> TargetPass:
@@ -97,42 +96,108 @@ class ModelRunner:
         self._apply_updates(plan)
         batch = gather_batch(plan.scheduled, self._rows, self._block_tables)
         draft_methods = [self._draft_methods.get(row, "none") for row in batch.row_list]
-        attention = AttentionContext(
-            self._backend, batch.attention, self._groups, self._caches, self._speculators.needs.aux_layers
-        )
         clock.lap("prepare")
-        hidden_states = self._model(batch.input_ids, batch.attention.positions, attention)
-        logits = self._model.compute_logits(hidden_states[batch.logits_indices])
+        states = self._target.forward(batch, self._needed_tokens(batch))
         clock.lap("target")
-        return TargetPass(
-            plan, batch, hidden_states, attention.aux_hidden_states, logits, draft_methods, clock
-        )
+        return TargetPass(plan, batch, states, draft_methods, clock)
 
     @torch.inference_mode()
     def launch_verify(self, target: TargetPass, inputs: HostInputs | None = None) -> PendingOutput:
         """Part B: sample and verify, update the rows, propose, send the results on their way."""
         batch, clock = target.batch, target.clock
-        logits = target.logits
+        logits = target.states.logits
         if inputs is not None and inputs.token_bitmask is not None:
             logits = _mask_logits(logits, inputs.token_bitmask)
-        verification, logprobs = self._verify(target, logits)
+        features = self._states.features(batch.logits_row_list)
+        verification, token_ids = self._verify(batch, logits, features)
         self._update_rows(batch, verification)
+        logprobs = sampled_logprobs(target.states.logits, token_ids, features)
         prompt_logprobs = self._prompt_logprobs(target)
         clock.lap("verify")
         drafts = self._propose(target, verification)
         clock.lap("draft")
         tensors = StepTensors(
-            token_ids=verification.token_ids,
-            num_emitted=verification.num_emitted,
-            num_drafts=batch.num_drafts,
-            num_accepted=verification.num_accepted,
-            num_next_drafts=drafts.num_draft_tokens,
-            is_bad=verification.is_bad,
-            is_bad_draft=drafts.is_bad,
+            results=pack_results(verification, batch.num_drafts, drafts.num_draft_tokens, drafts.is_bad),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
         )
         return self._pending(target, tensors, drafts.has_failed)
+
+    @torch.inference_mode()
+    def launch_decode(self, plan: StepPlan) -> PendingOutput | None:
+        """The whole step as one replay, if it is plain decoding of greedy requests and a graph holds it."""
+        if self._decode_graphs is None or not self._is_plain(plan):
+            return None
+        row_list = [entry.row for entry in plan.scheduled]
+        max_seq_len = max(entry.max_seq_len for entry in plan.scheduled)
+        descriptor = self._decode_graphs.find(len(row_list), max_seq_len)
+        if descriptor is None:
+            return None
+        clock = PhaseClock()
+        self._apply_updates(plan)
+        if self._copy_stream is not None:  # it may be reading the last replay's results
+            torch.cuda.current_stream(self._copy_stream.device).wait_stream(self._copy_stream)
+        clock.lap("prepare")
+        results = self._decode_graphs.step(descriptor, row_list)
+        clock.lap("target")
+        for row in row_list:
+            self._draft_methods[row] = NO_METHOD
+        return PendingOutput(
+            plan.step,
+            plan.scheduled,
+            StepTensors(results=results),
+            draft_methods=[NO_METHOD] * len(row_list),
+            drafter_errors=[False] * len(row_list),
+            num_logprobs=[None] * len(row_list),
+            num_prompt_logprobs={},
+            phase_seconds=clock.seconds,
+            graph_kind="full",
+            num_padding_tokens=descriptor.num_tokens - len(row_list),
+            copy_stream=self._copy_stream,
+        )
+
+    def capture(self, recorder: Recorder, target: TargetForward) -> None:
+        """Record whole decode steps with this target, which must launch."""
+        graphs = DecodeStepGraphs(
+            lambda layout: self._decode_step(layout, target),
+            max_num_seqs=self._max_num_rows,
+            max_seq_len=self._block_tables.max_blocks * self._block_tables.block_size,
+            device=self._rows.device,
+            recorder=recorder,
+        )
+        with torch.inference_mode():
+            graphs.capture()
+        self._decode_graphs = graphs
+
+    def _decode_step(self, layout: BatchLayout, target: TargetForward) -> torch.Tensor:
+        """Both parts of a step that decodes greedily and makes no drafts; the packed results."""
+        batch = derive_batch(layout, self._rows, self._block_tables)
+        states = target.forward(batch, None)
+        verification, _ = self._verify(batch, states.logits, greedy_features(len(batch.rows)))
+        self._update_rows(batch, verification)
+        none = torch.zeros_like(verification.num_emitted)
+        self._rows.num_drafts[batch.rows] = none.to(torch.int32)
+        return pack_results(verification, batch.num_drafts, none, none)
+
+    def _is_plain(self, plan: StepPlan) -> bool:
+        return not plan.needs_host_inputs and all(
+            entry.num_tokens == 1
+            and not entry.is_prefill
+            and entry.method == entry.keeps_up == NO_METHOD
+            and entry.num_next_drafts == 0
+            and self._states.is_greedy(entry.row)
+            for entry in plan.scheduled
+        )
+
+    def _needed_tokens(self, batch: InputBatch) -> NeededTokens | None:
+        """Those that logits are computed of, unless somebody wants the hidden states of all."""
+        wants_all = self._speculators.needs.hidden == "all" or any(
+            self._row_info[row].params.prompt_logprobs is not None for row in batch.row_list
+        )
+        if wants_all or len(batch.logits_row_list) == len(batch.input_ids):
+            return None
+        counts = [1 + entry.num_drafts if entry.samples else 0 for entry in batch.scheduled]
+        return NeededTokens(counts=counts, tokens=batch.logits_indices)
 
     def _apply_updates(self, plan: StepPlan) -> None:
         for new in plan.new_rows:
@@ -144,12 +209,10 @@ class ModelRunner:
         self._rows.set_drafts(plan.host_drafts)
 
     def _verify(
-        self, target: TargetPass, logits: torch.Tensor
-    ) -> tuple[Verification, LogprobsTensors | None]:
-        """The emitted runs, and log probabilities for the logits rows whose request asks. logits: [num_logits,
-        vocab_size], the target's as far as the host allows tokens."""
-        batch = target.batch
-        features = self._states.features(batch.logits_row_list)
+        self, batch: InputBatch, logits: torch.Tensor, features: BatchFeatures
+    ) -> tuple[Verification, torch.Tensor]:
+        """The emitted runs, and the token of each logits row. logits: [num_logits, vocab_size], the target's as far as
+        the host allows tokens."""
         sample_batch = SampleBatch(
             rows=batch.logits_rows,
             positions=batch.logits_positions,
@@ -169,7 +232,7 @@ class ModelRunner:
             max_emitted=room.clamp(min=0),
             max_drafts=batch.max_drafts,
         )
-        return verification, sampled_logprobs(target.logits, ruled.token_ids, features)
+        return verification, ruled.token_ids
 
     def _update_rows(self, batch: InputBatch, verification: Verification) -> None:
         """Append the run, advance the counts. A prefill chunk computes all its tokens, a verification only the last
@@ -194,10 +257,11 @@ class ModelRunner:
                 attention=batch.attention,
                 request_rows=self._rows,
                 states=self._states,
-                hidden_states=target.hidden_states,
-                aux_hidden_states=target.aux_hidden_states,
+                hidden_states=target.states.hidden_states,
+                aux_hidden_states=target.states.aux_hidden_states,
                 num_sampled=num_emitted,
                 num_rejected=rejected,
+                draft_feeds=[entry.draft_feed for entry in batch.scheduled],
                 draft_distributions=self._rule.draft_distributions,
             ),
             keeps_up=[entry.keeps_up for entry in batch.scheduled],
@@ -227,7 +291,9 @@ class ModelRunner:
         parts = []
         for begin in range(0, count, PROMPT_LOGPROBS_CHUNK):
             end = min(begin + PROMPT_LOGPROBS_CHUNK, count)
-            logits = self._model.compute_logits(target.hidden_states[first_token + begin : first_token + end])
+            logits = self._model.compute_logits(
+                target.states.hidden_states[first_token + begin : first_token + end]
+            )
             parts.append(compute_logprobs(logits, targets[begin:end], num_top))
         return LogprobsTensors.concatenate(parts)
 
@@ -235,7 +301,7 @@ class ModelRunner:
         infos = [self._row_info[row] for row in target.batch.row_list]
         return PendingOutput(
             target.plan.step,
-            target.batch,
+            target.batch.scheduled,
             tensors,
             draft_methods=target.draft_methods,
             drafter_errors=drafter_errors,
@@ -244,6 +310,8 @@ class ModelRunner:
                 index: infos[index].params.prompt_logprobs or 0 for index in tensors.prompt_logprobs
             },
             phase_seconds=target.clock.seconds,
+            graph_kind=target.states.kind,
+            num_padding_tokens=target.states.num_padding_tokens,
             copy_stream=self._copy_stream,
         )
 

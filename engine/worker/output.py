@@ -6,30 +6,47 @@ that copy alone. On CPU everything is there already.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
-from engine.batch.input_batch import InputBatch
 from engine.messages import PositionLogprobs
 from engine.sampling.logprobs import LogprobsTensors
-from engine.step import RowResult, StepOutput
+from engine.sampling.verifier import Verification
+from engine.step import GraphKind, RowResult, ScheduledRequest, StepOutput
+
+NUM_COUNTS = 6  # columns before the tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTensors:
-    """What leaves the device."""
+    """What leaves the device. `results` [num_reqs, NUM_COUNTS + k_max + 1] int64, see `pack_results`."""
 
-    token_ids: torch.Tensor  # [num_reqs, k_max + 1] int64, -1 beyond the run
-    num_emitted: torch.Tensor  # [num_reqs] int64
-    num_drafts: torch.Tensor  # [num_reqs] int64; valid drafts that were verified
-    num_accepted: torch.Tensor  # [num_reqs] int64
-    num_next_drafts: torch.Tensor  # [num_reqs] int64; valid drafts made in this step
-    is_bad: torch.Tensor  # [num_reqs] bool
-    is_bad_draft: torch.Tensor  # [num_reqs] bool; of the drafts made in this step
-    logprobs: LogprobsTensors | None  # by logits row
-    prompt_logprobs: Mapping[int, LogprobsTensors]  # by batch index
+    results: torch.Tensor
+    logprobs: LogprobsTensors | None = None  # by logits row
+    prompt_logprobs: Mapping[int, LogprobsTensors] = field(default_factory=dict)  # by batch index
+
+
+def pack_results(
+    verification: Verification,
+    num_drafts: torch.Tensor,
+    num_next_drafts: torch.Tensor,
+    is_bad_draft: torch.Tensor,
+) -> torch.Tensor:
+    """One tensor, so that one copy brings it to the host. num_drafts: drafts verified; num_next_drafts, is_bad_draft:
+    of those made for the next step; [num_reqs] each. Columns: emitted, drafts, accepted, next drafts, bad, bad draft,
+    then the run, -1 beyond it.
+    """
+    counts = (
+        verification.num_emitted,
+        num_drafts,
+        verification.num_accepted,
+        num_next_drafts,
+        verification.is_bad.to(torch.int64),
+        is_bad_draft.to(torch.int64),
+    )
+    return torch.cat((torch.stack(counts, dim=1), verification.token_ids), dim=1)
 
 
 class PendingOutput:
@@ -38,7 +55,7 @@ class PendingOutput:
     def __init__(
         self,
         step: int,
-        batch: InputBatch,
+        scheduled: Sequence[ScheduledRequest],
         tensors: StepTensors,
         *,
         draft_methods: list[str],
@@ -46,15 +63,19 @@ class PendingOutput:
         num_logprobs: list[int | None],
         num_prompt_logprobs: Mapping[int, int],
         phase_seconds: dict[str, float],
+        graph_kind: GraphKind,
+        num_padding_tokens: int,
         copy_stream: torch.cuda.Stream | None,
     ) -> None:
         self._step = step
-        self._scheduled = batch.scheduled
+        self._scheduled = scheduled
         self._draft_methods = draft_methods
         self._drafter_errors = drafter_errors
         self._num_logprobs = num_logprobs
         self._num_prompt_logprobs = num_prompt_logprobs
         self._phase_seconds = phase_seconds
+        self._graph_kind: GraphKind = graph_kind
+        self._num_padding_tokens = num_padding_tokens
         self._event: torch.cuda.Event | None = None
         if copy_stream is None:
             self._host = tensors
@@ -70,26 +91,20 @@ class PendingOutput:
         if self._event is not None:
             self._event.synchronize()  # sync: the copy stream only, never the compute stream
         host = self._host
-        token_ids = host.token_ids.tolist()  # sync: host memory
-        num_emitted = host.num_emitted.tolist()  # sync: host memory
-        num_drafts = host.num_drafts.tolist()  # sync: host memory
-        num_accepted = host.num_accepted.tolist()  # sync: host memory
-        num_next_drafts = host.num_next_drafts.tolist()  # sync: host memory
-        is_bad = host.is_bad.tolist()  # sync: host memory
-        is_bad_draft = host.is_bad_draft.tolist()  # sync: host memory
+        results = host.results.tolist()  # sync: host memory
         rows = []
         first_logit = 0
-        for index, entry in enumerate(self._scheduled):
-            emitted = num_emitted[index]
+        for index, (entry, result) in enumerate(zip(self._scheduled, results, strict=True)):
+            emitted, num_drafts, num_accepted, num_next_drafts, is_bad, is_bad_draft, *token_ids = result
             row = RowResult(
-                token_ids=token_ids[index][:emitted],
-                num_drafted=num_drafts[index],
-                num_accepted=num_accepted[index],
+                token_ids=token_ids[:emitted],
+                num_drafted=num_drafts,
+                num_accepted=num_accepted,
                 draft_method=self._draft_methods[index],
-                nan_target=is_bad[index],
-                nan_draft=is_bad_draft[index],
+                nan_target=bool(is_bad),
+                nan_draft=bool(is_bad_draft),
                 drafter_error=self._drafter_errors[index],
-                num_next_drafts=num_next_drafts[index],
+                num_next_drafts=num_next_drafts,
             )
             num_top = self._num_logprobs[index]
             if host.logprobs is not None and num_top is not None and entry.samples:
@@ -98,7 +113,13 @@ class PendingOutput:
                 row.prompt_logprobs = self._prompt_logprobs(index)
             rows.append(row)
             first_logit += 1 + entry.num_drafts if entry.samples else 0
-        return StepOutput(step=self._step, rows=rows, phase_seconds=self._phase_seconds)
+        return StepOutput(
+            step=self._step,
+            rows=rows,
+            phase_seconds=self._phase_seconds,
+            graph_kind=self._graph_kind,
+            num_padding_tokens=self._num_padding_tokens,
+        )
 
     def _prompt_logprobs(self, index: int) -> list[PositionLogprobs]:
         tensors = self._host.prompt_logprobs[index]
@@ -113,13 +134,7 @@ def _to_host(tensors: StepTensors, stream: torch.cuda.Stream) -> StepTensors:
         return tensor.to("cpu", non_blocking=True)
 
     return StepTensors(
-        token_ids=copy(tensors.token_ids),
-        num_emitted=copy(tensors.num_emitted),
-        num_drafts=copy(tensors.num_drafts),
-        num_accepted=copy(tensors.num_accepted),
-        num_next_drafts=copy(tensors.num_next_drafts),
-        is_bad=copy(tensors.is_bad),
-        is_bad_draft=copy(tensors.is_bad_draft),
+        results=copy(tensors.results),
         logprobs=None if tensors.logprobs is None else tensors.logprobs.map(copy),
         prompt_logprobs={index: entry.map(copy) for index, entry in tensors.prompt_logprobs.items()},
     )

@@ -9,7 +9,11 @@ from server.bench.schema import LoadReport, SpeculationReport, Summary
 
 
 def print_report(report: LoadReport, console: Console) -> None:
-    """Throughput, latencies, speculation, errors: in this order, empty parts left out."""
+    """Throughput, latencies, speculation, errors: in this order, empty parts left out. Every table of a server with
+    synthetic acceptance says so."""
+    if report.synthetic_acceptance:
+        rates = ", ".join(f"{rate:g}" for rate in report.synthetic_acceptance)
+        console.print(f"[yellow]synthetic: drafts were accepted at rates {rates}, not by the model[/yellow]")
     console.print(_throughput(report))
     console.print(_latencies(report))
     if report.speculation:
@@ -21,7 +25,8 @@ def print_report(report: LoadReport, console: Console) -> None:
 
 
 def _throughput(report: LoadReport) -> Table:
-    table = Table(title=f"{report.model}: {report.num_completed} of {report.num_requests} requests completed")
+    title = f"{report.model}: {report.num_completed} of {report.num_requests} requests completed"
+    table = Table(title=title + _mark(bool(report.synthetic_acceptance)))
     for column in (
         "seconds",
         "prompt tokens",
@@ -52,7 +57,7 @@ def _latencies(report: LoadReport) -> Table:
         ("time per output token", report.time_per_output_token),
         ("end to end", report.e2e_latency),
     ]
-    table = Table("milliseconds")
+    table = Table("milliseconds" + _mark(bool(report.synthetic_acceptance)))
     for column in ("mean", "p50", "p95", "p99", "max"):
         table.add_column(column, justify="right")
     for name, summary in rows:
@@ -67,7 +72,7 @@ def _speculation(reports: list[SpeculationReport]) -> Table:
         table.add_column(column, justify="right")
     for report in reports:
         table.add_row(
-            report.method,
+            report.method + _mark(report.is_synthetic),
             str(report.verifications),
             str(report.draft_tokens),
             str(report.accepted_tokens),
@@ -75,3 +80,7 @@ def _speculation(reports: list[SpeculationReport]) -> Table:
             " ".join(f"{rate:.2f}" for rate in report.acceptance_rate_by_position),
         )
     return table
+
+
+def _mark(is_synthetic: bool) -> str:
+    return " (synthetic)" if is_synthetic else ""

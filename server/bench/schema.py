@@ -42,6 +42,7 @@ class SpeculationReport(msgspec.Struct, frozen=True, kw_only=True):
     """One draft method over all requests of a run."""
 
     method: str
+    is_synthetic: bool = False  # drafts were accepted at given rates, whatever the model said
     verifications: int  # those that had drafts
     draft_tokens: int
     accepted_tokens: int
@@ -53,6 +54,7 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     """One run of the load generator against one server."""
 
     model: str
+    synthetic_acceptance: list[float] = []  # the server's rates by position; empty: the text is the model's
     duration: float  # first send to last answer
     num_requests: int
     num_completed: int
@@ -106,6 +108,7 @@ class BenchResult(msgspec.Struct, kw_only=True):
     seed: int
     parameters: dict[str, str | int | float | bool | None] = {}
     loads: dict[str, LoadReport] = {}
+    speculation: dict[str, list[SpeculationReport]] = {}  # case -> by draft method
     comparisons: list[Comparison] = []
     series: list[Series] = []
 

@@ -46,16 +46,22 @@ def time_per_output_token(record: RequestRecord) -> float | None:
     return (record.arrivals[-1].at - record.arrivals[0].at) / (num_tokens - 1)
 
 
-def speculation_reports(stats: Sequence[pb.SpeculationStats]) -> list[SpeculationReport]:
+def speculation_reports(
+    stats: Sequence[pb.SpeculationStats], *, is_synthetic: bool = False
+) -> list[SpeculationReport]:
     """Totals by method of the requests that had drafts; the mean length is weighted by verifications."""
     by_method: dict[str, list[pb.SpeculationStats]] = {}
     for entry in stats:
         if entry.verifications:
             by_method.setdefault(entry.method, []).append(entry)
-    return [_speculation_report(method, entries) for method, entries in sorted(by_method.items())]
+    return [
+        _speculation_report(method, entries, is_synthetic) for method, entries in sorted(by_method.items())
+    ]
 
 
-def _speculation_report(method: str, entries: list[pb.SpeculationStats]) -> SpeculationReport:
+def _speculation_report(
+    method: str, entries: list[pb.SpeculationStats], is_synthetic: bool
+) -> SpeculationReport:
     accepted: Counter[int] = Counter()
     offered: Counter[int] = Counter()
     for entry in entries:
@@ -65,6 +71,7 @@ def _speculation_report(method: str, entries: list[pb.SpeculationStats]) -> Spec
     emitted = sum(entry.acceptance_length * entry.verifications for entry in entries)
     return SpeculationReport(
         method=method,
+        is_synthetic=is_synthetic,
         verifications=verifications,
         draft_tokens=sum(entry.draft_tokens for entry in entries),
         accepted_tokens=sum(entry.accepted_tokens for entry in entries),
@@ -73,7 +80,9 @@ def _speculation_report(method: str, entries: list[pb.SpeculationStats]) -> Spec
     )
 
 
-def load_report(model: str, records: Sequence[RequestRecord]) -> LoadReport:
+def load_report(
+    model: str, records: Sequence[RequestRecord], *, synthetic_acceptance: Sequence[float] = ()
+) -> LoadReport:
     """Latencies are those of completed requests, tokens and messages are of all; `records` is not empty."""
     completed = [record for record in records if record.is_completed]
     errors = Counter(record.error or "NO_FINISH" for record in records if not record.is_completed)
@@ -84,6 +93,7 @@ def load_report(model: str, records: Sequence[RequestRecord]) -> LoadReport:
     per_token = [value for record in completed if (value := time_per_output_token(record)) is not None]
     return LoadReport(
         model=model,
+        synthetic_acceptance=list(synthetic_acceptance),
         duration=duration,
         num_requests=len(records),
         num_completed=len(completed),
@@ -100,5 +110,7 @@ def load_report(model: str, records: Sequence[RequestRecord]) -> LoadReport:
         inter_message_latency=summarize([v for record in completed for v in inter_message_latencies(record)]),
         time_per_output_token=summarize(per_token),
         e2e_latency=summarize([record.ended - record.due for record in completed]),
-        speculation=speculation_reports([end.speculation for end in ends]),
+        speculation=speculation_reports(
+            [end.speculation for end in ends], is_synthetic=bool(synthetic_acceptance)
+        ),
     )

@@ -110,10 +110,11 @@ def _run(options: LoadOptions) -> LoadReport:
 
 
 async def drive(options: LoadOptions, on_done: Callable[[RequestRecord], None]) -> LoadReport:
-    """Warm up, send the load, report. Raises grpc.RpcError when the server cannot be asked for its model."""
+    """Warm up, send the load, report. Raises grpc.RpcError when the server cannot be asked what it is."""
     num_streams = options.concurrency or options.num_requests
     async with connect(options.address, num_streams) as stubs:
         model = await stubs[0].GetModelInfo(pb.GetModelInfoRequest())
+        server = await stubs[0].GetServerInfo(pb.GetServerInfoRequest())
         requests = _requests(options, model.vocab_size)
         warmup, measured = requests[: options.num_warmup], requests[options.num_warmup :]
         await run_closed_loop(stubs, warmup, 1, lambda record: None)
@@ -122,7 +123,8 @@ async def drive(options: LoadOptions, on_done: Callable[[RequestRecord], None]) 
         else:
             arrivals = poisson_arrivals(len(measured), options.rate, options.output.seed)
             records = await run_open_loop(stubs, measured, arrivals, on_done)
-    return load_report(model.model, records)
+    rates = [round(rate, 6) for rate in server.synthetic_acceptance]  # float32 on the wire
+    return load_report(model.model, records, synthetic_acceptance=rates)
 
 
 def _requests(options: LoadOptions, vocab_size: int) -> list[pb.GenerateRequest]:

@@ -45,14 +45,14 @@ def info(
 
 
 def _plain(message: Message) -> dict[str, object]:
-    """Every field of a flat message, defaults included, 64-bit numbers as numbers."""
+    """Every field of a message, defaults included, 64-bit numbers as numbers."""
     values: dict[str, object] = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
         if isinstance(value, Mapping):
             value = dict(value)
         elif isinstance(value, MutableSequence):
-            value = list(value)
+            value = [_plain(item) if isinstance(item, Message) else item for item in value]
         values[field.name] = value
     return values
 
@@ -78,7 +78,6 @@ def _model_rows(model: pb.GetModelInfoResponse) -> list[tuple[str, str]]:
 
 
 def _server_rows(server: pb.GetServerInfoResponse) -> list[tuple[str, str]]:
-    capacity = server.num_blocks * server.block_size
     startup = ", ".join(
         f"{phase} {seconds:.1f} s" for phase, seconds in sorted(server.startup_seconds.items())
     )
@@ -87,14 +86,22 @@ def _server_rows(server: pb.GetServerInfoResponse) -> list[tuple[str, str]]:
         ("up", f"{server.uptime_seconds:,.0f} s"),
         ("start-up", startup or "unknown"),
         ("KV cache", f"{_bytes(server.kv_cache_bytes)}, {_bytes(server.kv_bytes_per_token)} per token"),
-        ("KV blocks", f"{server.num_blocks:,} of {server.block_size} tokens: {capacity:,} tokens"),
+        ("KV block", f"{server.block_size} tokens"),
+        *[(f"KV group {group.name}", _group_text(group, server.block_size)) for group in server.kv_groups],
         ("requests at once", f"{server.max_num_seqs:,}"),
         ("tokens per step", f"{server.max_num_batched_tokens:,}"),
         ("steps in flight", str(server.max_steps_in_flight)),
         ("speculators", ", ".join(server.speculators) or "none"),
         ("default speculator", server.default_speculator),
+        ("synthetic acceptance", ", ".join(f"{rate:g}" for rate in server.synthetic_acceptance) or "off"),
         ("largest message", _bytes(server.max_message_bytes)),
     ]
+
+
+def _group_text(group: pb.KVGroup, block_size: int) -> str:
+    window = f", window {group.window:,}" if group.window else ""
+    capacity = group.num_blocks * block_size
+    return f"{group.num_blocks:,} blocks: {capacity:,} tokens of {_bytes(group.bytes_per_token)}{window}"
 
 
 def _load_rows(load: pb.GetLoadsResponse) -> list[tuple[str, str]]:

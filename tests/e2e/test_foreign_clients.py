@@ -2,45 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tools.fetch_model import models_folder
+from tests.support.node_packages import install_node_program
 from tools.server_process import ServerProcess
 
 HERE = Path(__file__).parent
 PROTOS = HERE.parent.parent / "protos"
 TIMEOUT = 60
-
-
-def install_node_client() -> Path:
-    """The client with its pinned packages in the cache folder; installed once per content of its files."""
-    npm = shutil.which("npm")
-    if npm is None:
-        pytest.skip("npm is not installed")
-    sources = sorted((HERE / "node_client").iterdir())
-    digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
-    folder = models_folder().parent / f"node-client-{digest}"
-    if folder.exists():
-        return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        fresh = Path(scratch) / "client"
-        shutil.copytree(HERE / "node_client", fresh)
-        command = [npm, "install", "--no-audit", "--no-fund", "--ignore-scripts"]
-        installed = subprocess.run(command, cwd=fresh, capture_output=True, text=True, check=False)
-        if installed.returncode != 0:
-            pytest.skip(f"npm could not install the packages: {installed.stderr.strip()[-300:]}")
-        fresh.rename(folder)
-    return folder
 
 
 def messages_of(command: list[str], cwd: Path | None = None) -> list[dict[str, Any]]:
@@ -58,7 +33,7 @@ def messages_of(command: list[str], cwd: Path | None = None) -> list[dict[str, A
 
 
 def test_node_streams_a_generation(server: ServerProcess) -> None:
-    client = install_node_client()
+    client = install_node_program(HERE / "node_client")
     messages = messages_of(["node", "stream.mjs", server.address, str(PROTOS), "the fox"], cwd=client)
     assert messages[0]["event"] == "started"
     assert sum(len(message["delta"]["token_ids"]) for message in messages if message["event"] == "delta") == 8

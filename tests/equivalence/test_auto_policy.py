@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import cycle
+from typing import Any
+
 import pytest
 
+from engine.request import Request
+from engine.scheduler.draft_policy import DraftChoice
 from tests.support.engine_harness import Harness
 from tests.support.tiny_drafters import Workshop, shared_workshop
 
-METHODS = ("ngram", "suffix", "eagle")
+OWN_KV = ("eagle", "draft_model")  # of each kind one: it keeps up, or it catches up
 
 
 @pytest.fixture(scope="module")
@@ -17,15 +22,36 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("setting", ["greedy", "seeded"])
-def test_auto_changes_nothing(setting: str, depth: int, workshop: Workshop) -> None:
-    core = workshop.core([workshop.drafter(method) for method in METHODS], depth=depth, max_prefill_chunk=7)
-    used = set()
-    for _ in range(3):  # the policy learns on
-        choices = [("auto", None), ("auto", 2), ("eagle", 3), ("auto", None), ("none", None)]
+@pytest.mark.parametrize("own", OWN_KV)
+def test_auto_changes_nothing(own: str, setting: str, depth: int, workshop: Workshop) -> None:
+    methods = ("ngram", "suffix", own)
+    core = workshop.core([workshop.drafter(method) for method in methods], depth=depth, max_prefill_chunk=7)
+    used: set[str] = set()
+    for _ in range(3):  # the policy learns on, by the real clock
+        choices = [("auto", None), ("auto", 2), (own, 3), ("auto", None), ("none", None)]
         results = Harness(core).run(workshop.requests(setting, choices))
         for index, (name, result) in enumerate(results.items()):
             plain = workshop.plain(setting)[name]
             assert (result.token_ids, result.finish) == (plain.token_ids, plain.finish), name
             if choices[index % len(choices)][0] == "auto":
                 used |= {item.method for item in result.spec}
-    assert used == set(METHODS)
+    assert used
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("own", OWN_KV)
+def test_methods_that_take_turns_change_nothing(own: str, depth: int, workshop: Workshop) -> None:
+    methods = ("ngram", "suffix", own)
+    core = workshop.core([workshop.drafter(method) for method in methods], depth=depth, max_prefill_chunk=7)
+    policy: Any = core._scheduler._draft_policy  # type: ignore[attr-defined]
+    turns = cycle([*methods, own])
+
+    def choose(request: Request, num_decoding: int) -> DraftChoice:
+        method = next(turns)
+        return DraftChoice(method, len(request.token_ids) % 4)
+
+    policy.choose = choose
+    results = Harness(core).run(workshop.requests("greedy", [("auto", None)]))
+    for name, result in results.items():
+        assert result.token_ids == workshop.plain("greedy")[name].token_ids, name
+    assert {item.method for result in results.values() for item in result.spec} == set(methods)

@@ -1,8 +1,8 @@
 """Every registered draft method gives what plain decoding gives: tokens, logprobs, finish reason, usage.
 
-The matrix runs over the registry: a method is tested from the day it is registered. The oracle is the engine without
-speculation. The target is float64, so no near-tie decides. Every cell must have seen a full, a
-partial and a zero acceptance: drafters that are never right, or always, would prove nothing.
+The matrix runs over the registry: a method is tested from the day it is registered, on a target that it drafts for. The
+oracle is the engine without speculation. The target is float64, so no near-tie decides. Every cell must have seen a
+full, a partial and a zero acceptance: drafters that are never right, or always, would prove nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from engine.core import EngineCore
 from engine.messages import AddRequest
 from engine.spec_decode.registry import SPECULATORS
 from tests.support.engine_harness import Harness, Result
-from tests.support.tiny_drafters import SETTINGS, Workshop, shared_workshop
+from tests.support.tiny_drafters import SETTINGS, TARGET_MAKERS, Workshop, families_of, shared_workshop
 
 ALONE = (2, 4, 9, 13)  # prompts that run one by one: those whose texts loop now and then
 
@@ -56,7 +56,9 @@ MORE_LAYOUTS = {
 }
 
 
-def test_plain_decoding_is_not_trivial(workshop: Workshop) -> None:
+@pytest.mark.parametrize("family", TARGET_MAKERS)
+def test_plain_decoding_is_not_trivial(family: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    workshop = shared_workshop(tmp_path_factory, family)
     finishes = {
         setting: [result.finish for result in workshop.plain(setting).values()] for setting in SETTINGS
     }
@@ -113,9 +115,10 @@ def test_each_k_proposes_at_most_k_and_changes_nothing(method: str, k: int, work
 # ---- helpers ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    return shared_workshop(tmp_path_factory)
+@pytest.fixture
+def workshop(method: str, tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    """With a target that the test's method drafts for."""
+    return shared_workshop(tmp_path_factory, families_of(method)[0])
 
 
 @pytest.fixture(autouse=True)

@@ -48,6 +48,7 @@ class SmolLM2:
             device="cpu",
             max_model_len=256,
             speculators=() if config is None else (config,),
+            draft_policy="first",
             scheduler={"max_prefill_stall": None, "check_invariants": True},
             cache={"num_blocks": 512},
         )

@@ -64,15 +64,18 @@ def make_cuda_core(
     speculators: tuple[SpeculatorConfig, ...] = (),
     sync_free: bool = False,
     dtype: str = "float32",
+    graphs: str = "auto",
     **scheduler: Any,
 ) -> EngineCore:
     device = torch.device("cuda")
     settings = engine_config(
         model={"model": str(checkpoint), "dtype": dtype},
         speculators=speculators,
+        draft_policy="first",
         attention_backend=backend,
         max_steps_in_flight=depth,
-        scheduler={"max_prefill_stall": None, "check_invariants": True, **scheduler},
+        cuda_graphs=graphs,
+        scheduler={"max_num_seqs": 8, "max_prefill_stall": None, "check_invariants": True, **scheduler},
         cache={"block_size": 16, "num_blocks": 512},
     )
 
@@ -103,6 +106,22 @@ def test_greedy_tokens_equal_transformers(checkpoint: Path, backend: str, depth:
             ids, max_new_tokens=MAX_TOKENS, do_sample=False, pad_token_id=0, eos_token_id=-1
         )
         assert tokens[f"r{index}"] == output[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("method", [None, "ngram"])
+def test_graphs_do_not_change_the_tokens(checkpoint: Path, method: str | None) -> None:
+    speculators = () if method is None else (SpeculatorConfig(method=method, k=4),)
+    expected = run(make_cuda_core(checkpoint, backend="triton", graphs="none", speculators=speculators))
+    for num_seqs in (3, 8):  # padded, and as large as the largest graph
+        core = make_cuda_core(
+            checkpoint,
+            backend="triton",
+            depth=2,
+            graphs="full_decode",
+            speculators=speculators,
+            max_num_seqs=num_seqs,
+        )
+        assert run(core) == expected
 
 
 @pytest.mark.parametrize(

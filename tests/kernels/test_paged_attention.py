@@ -40,6 +40,7 @@ CASES = [
     Case((20, 1, 3), (20, 45, 90), 4, 1, 128),
     Case((5, 1), (50, 77), 4, 2, 256, window=24),
     Case((3,), (40,), 2, 1, 512),
+    Case((5, 1), (90, 40), 8, 1, 512, window=30),
     Case((1, 2), (40, 9), 6, 2, 80, block_size=1, window=7),
     Case((37,), (90,), 3, 3, 64, block_size=4),
     Case((1, 4, 2), (130, 33, 100), 9, 3, 64, segment=32),
@@ -78,6 +79,24 @@ def test_paged_attention_equals_the_definition(case: Case, dtype: torch.dtype) -
     ).to(DEVICE)
     positions[: case.query_lens[0]] += case.num_behind
     scale = case.head_size**-0.5
+    expected = paged_attention_reference(
+        query.double(),
+        key_cache.double(),
+        value_cache.double(),
+        block_table,
+        query_start_loc,
+        seq_lens,
+        positions,
+        scale=scale,
+        window=case.window,
+    )
+    is_seen = torch.zeros(num_blocks, case.block_size, dtype=torch.bool, device=DEVICE)
+    for request, total in enumerate(case.seq_lens):
+        first_row = int(positions[int(query_start_loc[request])])
+        first_key = 0 if case.window is None else max(first_row - case.window + 1, 0)
+        keys = torch.arange(first_key, total, device=DEVICE)
+        is_seen[block_table[request].long()[keys // case.block_size], keys % case.block_size] = True
+    key_cache[~is_seen] = value_cache[~is_seen] = float("nan")  # nobody may touch it
     actual = paged_attention(
         query,
         key_cache,
@@ -91,17 +110,6 @@ def test_paged_attention_equals_the_definition(case: Case, dtype: torch.dtype) -
         max_seq_len=max(case.seq_lens),
         window=case.window,
         segment=case.segment,
-    )
-    expected = paged_attention_reference(
-        query.double(),
-        key_cache.double(),
-        value_cache.double(),
-        block_table,
-        query_start_loc,
-        seq_lens,
-        positions,
-        scale=scale,
-        window=case.window,
     )
     assert relative_error(actual, expected) < TOLERANCE[dtype]
 

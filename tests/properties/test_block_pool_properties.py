@@ -69,16 +69,20 @@ class BlockPoolMachine(RuleBasedStateMachine):
         self.tables.append([block])
 
     @precondition(lambda self: self.tables)
-    @rule(data=st.data(), withdraw=st.booleans())
-    def free(self, data: st.DataObject, withdraw: bool) -> None:
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
         table = self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1)))
-        if withdraw:
-            for block in table:
-                self.pool.withdraw(block)
-                self.contents.pop(block, None)
         self.pool.free(table, self.launched)
         for block in table:
             self.fences[block] = self.launched
+
+    @rule(data=st.data())
+    def withdraw(self, data: st.DataObject) -> None:
+        """Whether the block is held, fenced, free or empty."""
+        block = data.draw(st.integers(0, self.num_blocks - 1))
+        self.pool.withdraw(block)
+        content = self.contents.pop(block, None)
+        assert content is None or self.pool.find(content) is None
 
     @precondition(lambda self: self.launched < self.collected + 2)
     @rule()

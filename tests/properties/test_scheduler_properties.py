@@ -5,13 +5,17 @@ gets the tokens of plain decoding, every invariant holds after every step, and e
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from engine.draft_method import DraftMethod
 from engine.errors import QueueFullError
-from tests.support.scheduler_harness import SchedulerHarness, make_request
+from engine.request import Request
+from engine.scheduler.draft_policy import DraftChoice, FixedDraftPolicy
+from tests.support.scheduler_harness import SchedulerHarness, make_request, sliding_group
 from tests.support.scripted_host import ScriptedHost
 
 MAX_MODEL_LEN = 40
@@ -28,8 +32,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         spare_tokens=st.sampled_from([0, 8, 40, 400]),
         depth=st.integers(1, 2),
         k=st.integers(0, 5),
-        num_groups=st.integers(1, 2),
-        has_drafter=st.booleans(),
+        num_groups=st.integers(0, 2),
+        window=st.sampled_from([None, 1, 2, 3, 5, 8, 17]),
+        extra_window_keys=st.integers(0, 2),
+        spare_blocks=st.sampled_from([0, 1, 3, 20]),
+        drafter_kv=st.sampled_from(["none", "keeps up", "catches up"]),
+        fed_windows=st.sampled_from([(None,), (3,), (None, 5)]),
+        failure_rate=st.sampled_from([0.0, 0.1]),
         is_host=st.booleans(),
         enable_prefix_cache=st.booleans(),
         max_num_seqs=st.integers(1, 4),
@@ -45,7 +54,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         depth: int,
         k: int,
         num_groups: int,
-        has_drafter: bool,
+        window: int | None,
+        extra_window_keys: int,
+        spare_blocks: int,
+        drafter_kv: str,
+        fed_windows: tuple[int | None, ...],
+        failure_rate: float,
         is_host: bool,
         enable_prefix_cache: bool,
         max_num_seqs: int,
@@ -57,15 +71,27 @@ class SchedulerMachine(RuleBasedStateMachine):
         generator = random.Random(seed)
         self.k = k
         self.num_requests = 0
+        num_groups = max(num_groups, window is None)
+        has_drafter = drafter_kv == "keeps up" and not is_host
+        fed_windows = fed_windows if drafter_kv == "catches up" and not is_host else ()
+        self.depth = depth
+        num_full = -(-(MAX_MODEL_LEN + spare_tokens) // block_size)
+        num_sliding = fewest_blocks((window or 0) + extra_window_keys, block_size) + spare_blocks
+        num_blocks = [num_full] * num_groups + [num_sliding] * (window is not None) + [num_full] * has_drafter
+        num_blocks += [num_full] * len(fed_windows)
         self.harness = SchedulerHarness(
             block_size=block_size,
-            num_blocks=-(-(MAX_MODEL_LEN + spare_tokens) // block_size),
+            num_blocks=num_blocks,
             depth=depth,
             k=k,
             max_model_len=MAX_MODEL_LEN,
             enable_prefix_cache=enable_prefix_cache,
             num_groups=num_groups,
-            has_drafter=has_drafter and not is_host,
+            sliding=sliding_group(window, extra_window_keys) if window else None,
+            has_drafter=has_drafter,
+            fed_windows=fed_windows,
+            drafter_fails=lambda: generator.random() < failure_rate,
+            make_policy=lambda methods: MoodyPolicy(methods, generator),
             num_right=lambda k: generator.randint(0, k),
             num_found=lambda k: generator.choice((0, k, generator.randint(0, k))),
             host=ScriptedHost(lambda k: generator.randint(0, k)) if is_host else None,
@@ -156,8 +182,30 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         harness = self.harness
         harness.run()
+        device = harness.device
+        assert device.num_void_feeds <= device.num_failures * (self.depth - 1)
         for received in harness.received.values():
             check_outputs(received.outputs[-1].num_preemptions, harness, received.message.request_id)
+
+
+class MoodyPolicy(FixedDraftPolicy):
+    """Some requests are without drafts for a while, now and then."""
+
+    def __init__(self, methods: Sequence[DraftMethod], generator: random.Random) -> None:
+        super().__init__(methods)
+        self._generator = generator
+        self._is_off: dict[str, bool] = {}
+
+    def choose(self, request: Request, num_decoding: int) -> DraftChoice:
+        choice = super().choose(request, num_decoding)
+        if self._generator.random() < 0.1:
+            self._is_off[request.request_id] = self._generator.random() < 0.5
+        return choice._replace(k=0, reason="k_zero") if self._is_off.get(request.request_id) else choice
+
+
+def fewest_blocks(num_keys: int, block_size: int) -> int:
+    """With which one request can go on: those that so many neighbouring keys lie in at the worst."""
+    return min(-(-MAX_MODEL_LEN // block_size), -(-(block_size - 1 + num_keys) // block_size))
 
 
 def check_outputs(num_preemptions: int, harness: SchedulerHarness, name: str) -> None:

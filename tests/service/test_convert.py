@@ -26,10 +26,13 @@ async def plan(
     *,
     defaults: dict[str, float] | None = None,
     speculators: dict[str, int] | None = None,
+    default_speculator: str | None = None,
 ) -> GenerationPlan:
     speculators = speculators or {}
     info = msgspec.structs.replace(
-        MODEL_INFO, speculators=tuple(speculators), default_speculator=next(iter(speculators), "none")
+        MODEL_INFO,
+        speculators=tuple(speculators),
+        default_speculator=default_speculator or next(iter(speculators), "none"),
     )
     converter = RequestConverter(
         info,
@@ -121,6 +124,19 @@ async def test_more_drafts_than_the_method_has_are_refused(method: str | None) -
     asked = pb.SpeculationParams(method=method, num_speculative_tokens=5)
     with pytest.raises(InvalidRequestError, match="got 5, expected at most 4"):
         await plan(pb.GenerateRequest(speculation=asked), speculators={"ngram": 4, "suffix": 6})
+
+
+@pytest.mark.parametrize(("default", "limit"), [("auto", 6), ("ngram", 4), ("none", 0)])
+async def test_drafts_of_an_unset_method_are_bounded_by_the_default_s(default: str, limit: int) -> None:
+    speculators = {"ngram": 4, "suffix": 6}
+    asked = pb.SpeculationParams(num_speculative_tokens=limit)
+    made = await plan(
+        pb.GenerateRequest(speculation=asked), speculators=speculators, default_speculator=default
+    )
+    assert made.requests[0].speculation.num_speculative_tokens == limit
+    asked = pb.SpeculationParams(num_speculative_tokens=limit + 1)
+    with pytest.raises(InvalidRequestError, match=f"expected at most {limit} with method unset"):
+        await plan(pb.GenerateRequest(speculation=asked), speculators=speculators, default_speculator=default)
 
 
 def test_a_request_without_an_id_gets_one_of_its_own() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 import urllib.request
 from pathlib import Path
 
@@ -124,6 +125,7 @@ async def test_drafts_beyond_the_length_limit_are_discarded_over_limit() -> None
 
 async def test_load_and_step_metrics_are_the_engine_s() -> None:
     engine = FakeEngine()
+    start = time.time()
     async with running_server(engine) as server:
         stats = EngineStats(
             num_running=3, num_waiting=2, num_blocks=100, num_free_blocks=50, num_cached_blocks=25
@@ -132,6 +134,7 @@ async def test_load_and_step_metrics_are_the_engine_s() -> None:
             num_scheduled_tokens=40,
             phase_seconds={"schedule": 0.001, "target": 0.02},
             num_preempted=1,
+            num_not_overlapped=3,
             not_drafted={"no_match": 2},
         )
         engine.step(stats=stats, step=step)
@@ -145,10 +148,12 @@ async def test_load_and_step_metrics_are_the_engine_s() -> None:
         ]
         assert value(server, "engine_up") == 1
         assert value(server, "startup_seconds", phase="load") == 1.5
+        assert start <= (value(server, "engine_start_time_seconds") or 0) <= time.time()
         assert value(server, "step_tokens_sum") == 40
         assert value(server, "step_time_sum", phase="target") == 0.02
         assert value(server, "preemptions_total") == 1
         assert value(server, "spec_decode_not_drafted_total", reason="no_match") == 2
+        assert value(server, "spec_decode_not_overlapped_total") == 3
     assert value(server, "engine_up") == 0
 
 

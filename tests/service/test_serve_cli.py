@@ -62,12 +62,16 @@ def test_flags_reach_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
         return 0
 
     monkeypatch.setattr(serve_module, "_run", remember)
-    arguments = "serve --model m --port 1234 --no-prefix-cache --speculator ngram,k=2 --speculator suffix"
+    arguments = (
+        "serve --model m --port 1234 --no-prefix-cache --speculator ngram,k=2 --speculator suffix "
+        "--draft-policy first --allow-synthetic --synthetic-acceptance 0.5,0.25,0"
+    )
     result = CliRunner().invoke(make_app("serve"), arguments.split())
     assert (result.exit_code, result.output) == (0, "")
     (config,) = seen
     assert (config.port, config.prefix_cache) == (1234, False)
     assert [speculator.method for speculator in config.speculators] == ["ngram", "suffix"]
+    assert (config.draft_policy, config.synthetic_acceptance) == ("first", (0.5, 0.25, 0.0))
 
 
 @pytest.mark.parametrize(
@@ -75,6 +79,8 @@ def test_flags_reach_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["--port", "1"], 2, "error: model: got none, expected --model"),
         (["--model", "m", "--grace", "x"], 2, "error: grace: "),
+        (["--model", "m", "--draft-policy", "best"], 2, "error: draft_policy: "),
+        (["--model", "m", "--synthetic-acceptance", "1"], 2, "error: synthetic_acceptance: "),
         (["--model", "m", "--config", "none.toml"], 2, "error: config: cannot read none.toml"),
     ],
 )

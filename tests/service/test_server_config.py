@@ -46,6 +46,7 @@ def test_everything_reaches_the_engine_s_configuration() -> None:
             "max_model_len": "256",
             "block_size": "8",
             "kv_cache_memory": "2GiB",
+            "planned_sequence_length": "128",
             "prefix_cache": False,
             "max_num_seqs": "4",
             "max_num_batched_tokens": "128",
@@ -63,7 +64,7 @@ def test_everything_reaches_the_engine_s_configuration() -> None:
     )
     assert (engine.model.seed, engine.model.load_format) == (3, "dummy")
     assert (engine.cache.block_size, engine.cache.kv_cache_bytes) == (8, 2 * 2**30)
-    assert not engine.cache.enable_prefix_cache
+    assert (engine.cache.planned_sequence_length, engine.cache.enable_prefix_cache) == (128, False)
     scheduler = engine.scheduler
     assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens, scheduler.max_waiting) == (4, 128, 7)
     assert (engine.device, engine.max_model_len, engine.max_steps_in_flight, engine.num_threads) == (
@@ -98,6 +99,52 @@ def test_the_environment_separates_speculators_by_semicolons(monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
+    ("source", "rates"), [("flag", "1,0.5, 0"), ("environment", "1,0.5,0"), ("file", "[1.0, 0.5, 0]")]
+)
+def test_speculation_options_come_from_every_source(
+    source: str, rates: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags: dict[str, object] = {"model": "m", "speculators": ["ngram", "suffix,k=2"]}
+    file = tmp_path / "config.toml"
+    file.write_text("")
+    if source == "flag":
+        flags |= {"draft_policy": "suffix", "allow_synthetic": True, "synthetic_acceptance": rates}
+    elif source == "environment":
+        monkeypatch.setenv("SLIPSTREAM_DRAFT_POLICY", "suffix")
+        monkeypatch.setenv("SLIPSTREAM_ALLOW_SYNTHETIC", "true")
+        monkeypatch.setenv("SLIPSTREAM_SYNTHETIC_ACCEPTANCE", rates)
+    else:
+        file.write_text(f'draft-policy = "suffix"\nallow-synthetic = true\nsynthetic-acceptance = {rates}\n')
+    engine = load_config(flags, file).engine
+    assert (engine.draft_policy, engine.default_speculator) == ("suffix", "suffix")
+    assert (engine.allow_synthetic, engine.synthetic_acceptance) == (True, (1.0, 0.5, 0.0))
+    assert engine.verification == "coupled"
+
+
+def test_the_verification_rule_can_be_chosen() -> None:
+    assert load_config({"model": "m", "verification": "ratio"}).engine.verification == "ratio"
+
+
+@pytest.mark.parametrize(
+    ("policy", "speculators", "default"),
+    [
+        (None, ["ngram", "suffix"], "auto"),
+        (None, [], "none"),
+        ("auto", ["ngram"], "auto"),
+        ("first", ["ngram", "suffix"], "ngram"),
+        ("suffix", ["ngram", "suffix"], "suffix"),
+        ("none", ["ngram"], "none"),
+        ("first", [], "none"),
+    ],
+)
+def test_the_draft_method_of_requests_that_name_none(
+    policy: str | None, speculators: list[str], default: str
+) -> None:
+    flags = {"model": "m", "speculators": speculators} | ({} if policy is None else {"draft_policy": policy})
+    assert load_config(flags).engine.default_speculator == default
+
+
+@pytest.mark.parametrize(
     ("flags", "message"),
     [
         ({}, "model: got none, expected --model, SLIPSTREAM_MODEL"),
@@ -110,6 +157,42 @@ def test_the_environment_separates_speculators_by_semicolons(monkeypatch: pytest
         ({"model": "m", "grace": -1}, "grace: .*, got -1"),
         ({"model": "m", "speculators": ["ngram,4"]}, "speculators: .*expected METHOD,key=value"),
         ({"model": "m", "speculators": ["ngram,k=0"]}, r"speculators.0.k: .*, got '0'"),
+        (
+            {"model": "m", "speculators": ["ngram"], "draft_policy": "eagle"},
+            "draft_policy: .*expected one of 'auto', 'first', 'none', 'ngram', got 'eagle'",
+        ),
+        (
+            {"model": "m", "draft_policy": "ngram"},
+            "draft_policy: .*'none' .no draft method is loaded., got 'ngram'",
+        ),
+        ({"model": "m", "verification": "typical"}, "verification: .*'coupled' or 'ratio', got 'typical'"),
+        ({"model": "m", "synthetic_acceptance": "0.5"}, "synthetic_acceptance: .*expected allow_synthetic"),
+        (
+            {"model": "m", "allow_synthetic": True, "synthetic_acceptance": "0.5,high"},
+            "synthetic_acceptance.1: .*number.*, got 'high'",
+        ),
+        (
+            {"model": "m", "allow_synthetic": True, "synthetic_acceptance": "0.5,1.5"},
+            "synthetic_acceptance: .*rates from 0 to 1",
+        ),
+        (
+            {
+                "model": "m",
+                "speculators": ["ngram,k=3"],
+                "allow_synthetic": True,
+                "synthetic_acceptance": "1,1",
+            },
+            "synthetic_acceptance: .*expected a rate for each of 3 drafts",
+        ),
+        (
+            {
+                "model": "m",
+                "allow_synthetic": True,
+                "synthetic_acceptance": "0.5",
+                "verification": "ratio",
+            },
+            "synthetic_acceptance: .*verification 'coupled'",
+        ),
         ({"model": "m", "prot": 1}, "prot: Extra inputs are not permitted"),
     ],
 )

@@ -26,16 +26,18 @@ class Round:
     logits: list[torch.Tensor] = field(default_factory=list, repr=False)  # [vocab_size] of each draft
 
 
-def record_rounds(speculator: AutoRegressiveSpeculator) -> list[Round]:
-    """From now on every round is appended to the list. Left out are drafts that a request cannot use: beyond its own
-    k, or at its token limit, where nothing is stored."""
-    rounds: list[Round] = []
-    open_rounds: dict[int, Round] = {}  # by request row
-    sampler: Any = speculator._sampler  # type: ignore[attr-defined]
-    inner = sampler.draw
+class RoundRecorder:
+    """Gathers rounds. Left out are drafts that a request cannot use: beyond its own k, or at its token limit, where
+    nothing is stored."""
 
-    def draw(logits: torch.Tensor, inputs: ProposalInputs, positions: torch.Tensor) -> torch.Tensor:
-        drafts: torch.Tensor = inner(logits, inputs, positions)
+    def __init__(self) -> None:
+        self.rounds: list[Round] = []
+        self._open: dict[int, Round] = {}  # by request row
+
+    def record(
+        self, logits: torch.Tensor, drafts: torch.Tensor, inputs: ProposalInputs, positions: torch.Tensor
+    ) -> None:
+        """logits: [num_reqs, vocab_size]; drafts, positions: [num_reqs] int64."""
         wanted = inputs.num_speculative_tokens()
         rows = inputs.request_rows
         for index, row in enumerate(inputs.row_list):
@@ -44,14 +46,25 @@ def record_rounds(speculator: AutoRegressiveSpeculator) -> list[Round]:
             if step >= int(wanted[index]) or int(positions[index]) >= int(rows.token_limit[row]):
                 continue
             if step == 0:
-                open_rounds[row] = Round(tuple(rows.token_history[row, :num_tokens].tolist()))
-                rounds.append(open_rounds[row])
-            open_rounds[row].drafts.append(int(drafts[index]))
-            open_rounds[row].logits.append(logits[index].clone())
+                self._open[row] = Round(tuple(rows.token_history[row, :num_tokens].tolist()))
+                self.rounds.append(self._open[row])
+            self._open[row].drafts.append(int(drafts[index]))
+            self._open[row].logits.append(logits[index].clone())
+
+
+def record_rounds(speculator: AutoRegressiveSpeculator) -> list[Round]:
+    """From now on every round is appended to the list."""
+    recorder = RoundRecorder()
+    sampler: Any = speculator._sampler  # type: ignore[attr-defined]
+    inner = sampler.draw
+
+    def draw(logits: torch.Tensor, inputs: ProposalInputs, positions: torch.Tensor) -> torch.Tensor:
+        drafts: torch.Tensor = inner(logits, inputs, positions)
+        recorder.record(logits, drafts, inputs, positions)
         return drafts
 
     sampler.draw = draw
-    return rounds
+    return recorder.rounds
 
 
 class RoundChecker:

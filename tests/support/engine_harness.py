@@ -124,6 +124,7 @@ def make_core(
         model={"model": "test"},
         device="cpu",
         speculators=configs,
+        draft_policy="first",
         scheduler={"max_prefill_stall": None, "check_invariants": True, **(scheduler or {})},
         cache={"block_size": 16, "num_blocks": 256, **(cache or {})},
         **(config or {}),

@@ -53,6 +53,7 @@ class _Row:
     num_asked: int = 0
     method: str = "none"
     uses_drafter: bool = False
+    spoilt: int | None = None  # first position that a drafter's failure spoilt, until it is fed anew
     is_lost: bool = False  # its logits were NaN; steps launched before the host knew bring nothing
 
 
@@ -60,40 +61,57 @@ class FakeDevice:
     """`num_right(k)` scripts how many of k drafts are right, `num_found(k)` how many there are. `nan_requests`: ids
     whose logits are NaN.
 
+    `windows`: per group, keys that a query sees, None: all. Whoever drafts on the device reads the target's keys too,
+    as seen from the last confirmed token, and `extra_window_keys` older ones than the window's.
+
     `drafter_group`: the KV group of a drafter whose entry of a token depends on the next token too (as
     EAGLE's does). It keeps up in every step of a request that uses it, and writes behind the confirmed tokens
     while drafting.
+
+    `fed_groups`: the KV groups of a drafter that catches up: it computes what it is fed, in the steps for which it is
+    named. `drafter_fails`: it raises, having spoilt what it was about to store.
     """
 
     def __init__(
         self,
         *,
-        num_groups: int,
-        num_blocks: int,
+        num_blocks: Sequence[int],  # by group
+        windows: Sequence[int | None],
         block_size: int,
+        extra_window_keys: int = 0,
         num_right: Callable[[int], int] = lambda k: k,
         num_found: Callable[[int], int] = lambda k: k,
         drafter_group: int | None = None,
+        fed_groups: Sequence[int] = (),
+        drafter_fails: Callable[[], bool] = lambda: False,
         drafts_on_host: bool = False,
     ) -> None:
         self.nan_requests: set[str] = set()
+        self.touched: list[set[tuple[str, int]]] = []
+        """By group: (request id, block) of all that the last step read and wrote."""
         self._num_blocks = num_blocks
+        self._windows = windows
+        self._extra_window_keys = extra_window_keys
         self._block_size = block_size
         self._num_right = num_right
         self._num_found = num_found
         self._drafter_group = drafter_group
+        self._fed_groups = fed_groups
+        self._drafter_fails = drafter_fails
+        self.num_fed = 0  # tokens that a drafter which catches up was fed
+        self.num_failures = 0  # of it
+        self.num_void_feeds = 0  # planned before a failure was known, behind it
         self._drafts_on_host = drafts_on_host
         self._rows: dict[int, _Row] = {}
-        self._tables: list[dict[int, dict[int, int]]] = [{} for _ in range(num_groups)]
-        self._kv: list[dict[int, int]] = [
-            {} for _ in range(num_groups)
-        ]  # slot -> state of the history up to it
+        self._tables: list[dict[int, dict[int, int]]] = [{} for _ in windows]
+        self._kv: list[dict[int, int]] = [{} for _ in windows]  # slot -> state of the history up to it
 
     def execute(self, plan: StepPlan) -> StepOutput:
+        self.touched = [set() for _ in self._windows]
         for new in plan.new_rows:
             self._set_row(new)
         for update in plan.block_table_updates:
-            assert all(0 <= block < self._num_blocks for block in update.block_ids)
+            assert all(0 <= block < self._num_blocks[update.group] for block in update.block_ids)
             table = self._tables[update.group].setdefault(update.row, {})
             for offset, block in enumerate(update.block_ids):
                 table[update.start + offset] = block
@@ -148,6 +166,7 @@ class FakeDevice:
         else:
             row.num_computed += entry.num_tokens
             self._keep_up(entry.row, row, entry.start)
+            result.drafter_error = not self._feed(entry, row, entry.start)
         return result
 
     def _write_and_read(self, row_id: int, row: _Row, drafts: list[int], num_tokens: int) -> list[int]:
@@ -160,21 +179,32 @@ class FakeDevice:
             state = extend_state(state, token)
             states.append(state)
         first, end = row.num_computed, min(row.num_computed + num_tokens, len(tokens), row.token_limit)
-        for group, (tables, kv) in enumerate(zip(self._tables, self._kv, strict=True)):
-            if group == self._drafter_group:
-                continue
-            slots = [self._slot(tables[row_id], position) for position in range(end)]
+        for group in self._target_groups():
             for position in range(first, end):
-                kv[slots[position]] = states[position]
-            for position, slot in enumerate(slots):
-                assert kv.get(slot) == states[position], (
-                    f"{row.request_id}: foreign key at position {position}"
-                )
+                self._kv[group][self._slot(group, row_id, position)] = states[position]
+        self._read(row_id, range(first, end), states)
         return states
 
-    def _slot(self, table: dict[int, int], position: int) -> int:
+    def _read(self, row_id: int, queries: range, states: list[int], extra_keys: int = 0) -> None:
+        """Check all keys that the target's layers, or a drafter in their place, read for these positions."""
+        for group in self._target_groups():
+            window = self._windows[group]
+            first = 0 if window is None else max(queries.start - window + 1 - extra_keys, 0)
+            for position in range(first, queries.stop):
+                key = self._kv[group].get(self._slot(group, row_id, position))
+                assert key == states[position], (
+                    f"{self._rows[row_id].request_id}: foreign key at position {position}, group {group}"
+                )
+
+    def _target_groups(self) -> list[int]:
+        own = (self._drafter_group, *self._fed_groups)
+        return [group for group in range(len(self._windows)) if group not in own]
+
+    def _slot(self, group: int, row_id: int, position: int) -> int:
         index = position // self._block_size
-        assert index in table, f"position {position} has no block"
+        table = self._tables[group][row_id]
+        assert index in table, f"position {position} has no block in group {group}"
+        self.touched[group].add((self._rows[row_id].request_id, table[index]))
         return table[index] * self._block_size + position % self._block_size
 
     def _sample(
@@ -198,32 +228,71 @@ class FakeDevice:
         if row.params.logprobs is not None:
             result.logprobs = [_logprob(token) for token in run]
         self._keep_up(entry.row, row, num_computed)
-        self._propose(row, entry)
+        result.drafter_error = not self._feed(entry, row, num_computed)
+        self._propose(row, entry, states)
+        if result.drafter_error:
+            row.drafts = []
         result.num_next_drafts = len(row.drafts)
 
     def _keep_up(self, row_id: int, row: _Row, first: int) -> None:
         """The drafter's entries from position `first` on; checks all that it reads from now on."""
         if self._drafter_group is None or not row.uses_drafter:
             return
-        kv, table = self._kv[self._drafter_group], self._tables[self._drafter_group][row_id]
+        kv = self._kv[self._drafter_group]
         state = 0
         for position in range(min(row.num_computed, len(row.history) - 1)):
             state = extend_state(state, row.history[position])
             entry = extend_state(state, row.history[position + 1])
-            slot = self._slot(table, position)
+            slot = self._slot(self._drafter_group, row_id, position)
             if position >= first:
                 kv[slot] = entry
             assert kv.get(slot) == entry, f"{row.request_id}: foreign draft key at position {position}"
 
-    def _propose(self, row: _Row, entry: ScheduledRequest) -> None:
+    def _feed(self, entry: ScheduledRequest, row: _Row, start: int) -> bool:
+        """What the drafter computes of a step from position `start` on; False: it fails. Checks all that it reads."""
+        if not self._fed_groups or entry.method != "scripted":
+            return True
+        feed = entry.draft_feed
+        first, end = (start, row.num_computed) if feed is None else (feed.start, feed.start + feed.num_tokens)
+        assert first <= start
+        assert feed is None or feed.num_tokens > 0
+        assert entry.num_next_drafts == 0 or end >= row.num_computed, "it drafts with a hole in its KV"
+        end = min(end, row.num_computed)
+        self.num_fed += end - first
+        is_right = not self._drafter_fails()
+        if row.spoilt is not None and first <= row.spoilt:
+            row.spoilt = None
+        self.num_void_feeds += row.spoilt is not None
+        self.num_failures += not is_right
+        states, state = [], 0
+        for token in row.history[:end]:
+            state = extend_state(state, token)
+            states.append(state)
+        for group in self._fed_groups:
+            kv, window = self._kv[group], self._windows[group]
+            for position in range(first, end):
+                kv[self._slot(group, entry.row, position)] = states[position] if is_right else -2
+            if is_right and row.spoilt is None:
+                for position in range(0 if window is None else max(first - window + 1, 0), end):
+                    assert kv.get(self._slot(group, entry.row, position)) == states[position], (
+                        f"{row.request_id}: foreign draft key at position {position}, group {group}"
+                    )
+        if not is_right and row.spoilt is None:
+            row.spoilt = first
+        return is_right
+
+    def _propose(self, row: _Row, entry: ScheduledRequest, states: list[int]) -> None:
         k = entry.num_next_drafts
         row.drafts, row.num_asked, row.method = [], k, entry.method
         if self._drafts_on_host:
             return
-        if self._drafter_group is not None and k > 0:
-            table = self._tables[self._drafter_group][entry.row]
+        if k > 0:
+            last = row.num_computed - 1
+            self._read(entry.row, range(last, last + 1), states, self._extra_window_keys)
+        own_groups = self._fed_groups if self._drafter_group is None else (self._drafter_group,)
+        for group in own_groups if entry.method == "scripted" else ():
             for position in range(row.num_computed, min(row.num_computed + k, row.token_limit)):
-                self._kv[self._drafter_group][self._slot(table, position)] = -1
+                self._kv[group][self._slot(group, entry.row, position)] = -1
         num_right = self._num_right(k)
         row.drafts = continuation(row.history, self._num_found(k))
         if num_right < len(row.drafts):

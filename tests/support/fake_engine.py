@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from engine.client.streaming import StreamingClient
 from engine.errors import EngineError
+from engine.kv_spec import KVGroupUsage
 from engine.messages import (
     AbortRequests,
     AddRequest,
@@ -36,8 +37,12 @@ MODEL_INFO = ModelInfo(
     num_parameters=1000,
     weight_bytes=4000,
     kv_bytes_per_token=64,
-    kv_cache_bytes=64 * 16 * 100,
+    kv_cache_bytes=16 * (24 * 100 + 40 * 60),
     num_blocks=100,
+    kv_groups=(
+        KVGroupUsage(name="full", window=None, bytes_per_token=24, num_blocks=100),
+        KVGroupUsage(name="sliding", window=32, bytes_per_token=40, num_blocks=60),
+    ),
     block_size=16,
     max_num_seqs=8,
     max_num_batched_tokens=256,

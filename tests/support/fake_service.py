@@ -29,6 +29,7 @@ class FakeService(pb_grpc.GenerationServiceServicer):
         ]
         self.failure: status_pb2.Status | None = None
         self.requests: list[pb.GenerateRequest] = []
+        self.synthetic_acceptance: list[float] = []
 
     def Generate(
         self, request: pb.GenerateRequest, context: grpc.ServicerContext
@@ -53,10 +54,15 @@ class FakeService(pb_grpc.GenerationServiceServicer):
             kv_bytes_per_token=1536,
             block_size=16,
             num_blocks=100,
+            kv_groups=[
+                pb.KVGroup(name="full", bytes_per_token=512, num_blocks=100),
+                pb.KVGroup(name="sliding", window=1024, bytes_per_token=1024, num_blocks=20),
+            ],
             speculators=["ngram"],
             default_speculator="none",
             startup_seconds={"load": 1.5},
             max_message_bytes=4 << 20,
+            synthetic_acceptance=self.synthetic_acceptance,
         )
 
     def GetLoads(self, request: pb.GetLoadsRequest, context: grpc.ServicerContext) -> pb.GetLoadsResponse:

@@ -13,9 +13,13 @@ from engine.models.base import CausalLM
 
 
 def make_attention_inputs(
-    query_lens: Sequence[int], num_computed: Sequence[int], block_tables: torch.Tensor, block_size: int
+    query_lens: Sequence[int],
+    num_computed: Sequence[int],
+    block_tables: torch.Tensor,
+    block_size: int,
+    num_groups: int = 1,
 ) -> AttentionInputs:
-    """Inputs of one KV group. block_tables: [num_reqs, max_blocks] int32."""
+    """Inputs of KV groups whose tables are equal. block_tables: [num_reqs, max_blocks] int32."""
     starts = torch.tensor([0, *query_lens]).cumsum(0)
     positions = torch.cat(
         [torch.arange(start, start + count) for start, count in zip(num_computed, query_lens, strict=True)]
@@ -29,8 +33,8 @@ def make_attention_inputs(
         query_start_loc=starts.to(torch.int32),
         seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
         positions=positions,
-        block_tables=(block_tables,),
-        slot_mappings=(block_ids * block_size + positions % block_size,),
+        block_tables=(block_tables,) * num_groups,
+        slot_mappings=(block_ids * block_size + positions % block_size,) * num_groups,
         block_size=block_size,
     )
 
@@ -70,6 +74,7 @@ class PagedForward:
             [self.num_computed[request] for request in requests],
             self.block_tables[requests],
             self.block_size,
+            len(self.groups),
         )
         context = AttentionContext(TorchAttentionBackend(), inputs, self.groups, self.caches)
         input_ids = torch.tensor([token for _, ids in tokens for token in ids])

@@ -4,7 +4,7 @@ after every step what must hold whatever happens.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +14,7 @@ from engine.draft_method import DraftMethod
 from engine.kv_spec import KVGroupSpec
 from engine.messages import AddRequest, FinishInfo, PositionLogprobs, RequestOutput, RequestTimes
 from engine.params import SamplingParams, SpeculationParams
-from engine.request import Request, RequestStatus
+from engine.request import Request
 from engine.scheduler.draft_policy import DraftPolicy, FixedDraftPolicy
 from engine.scheduler.host_drafts import HostDrafts
 from engine.scheduler.scheduler import Scheduler
@@ -22,6 +22,7 @@ from engine.spec_decode.host import HostSpeculator
 from engine.stats import SpecObservation
 from engine.step import StepOutput, StepPlan
 from tests.support.fake_device import VOCAB_SIZE, FakeDevice, continuation
+from tests.support.kv_checks import KVChecks
 
 EOS = 7
 GROUPS = tuple(
@@ -31,6 +32,31 @@ GROUPS = tuple(
 DRAFTER_GROUP = KVGroupSpec(
     name="draft", layer_indices=(0,), num_kv_heads=1, head_size=1, bytes_per_token=1, is_drafter=True
 )
+
+
+def sliding_group(window: int, extra_window_keys: int = 0) -> KVGroupSpec:
+    return KVGroupSpec(
+        name="sliding",
+        layer_indices=(2,),
+        num_kv_heads=1,
+        head_size=1,
+        bytes_per_token=1,
+        window=window,
+        extra_window_keys=extra_window_keys,
+    )
+
+
+def fed_group(window: int | None) -> KVGroupSpec:
+    """Of a drafter that catches up."""
+    return KVGroupSpec(
+        name=f"fed.{window or 'full'}",
+        layer_indices=(0,),
+        num_kv_heads=1,
+        head_size=1,
+        bytes_per_token=1,
+        window=window,
+        is_drafter=True,
+    )
 
 
 @dataclass(frozen=True)
@@ -102,35 +128,45 @@ def make_request(
 
 class SchedulerHarness:
     """`k`: default number of drafts; `num_right(k)`: how many of them are right. `has_drafter`: whoever makes
-    them has a KV group of its own. `host`: makes them on the host.
+    them has a KV group of its own. `host`: makes them on the host. Groups: `num_groups` without a window, `sliding`
+    if there is one, the drafter's; `num_blocks` of all or of each. `fed_windows`: the drafter has KV groups with these
+    windows, and catches up.
     """
 
     def __init__(
         self,
         *,
         block_size: int = 4,
-        num_blocks: int = 64,
+        num_blocks: int | Sequence[int] = 64,
         depth: int = 1,
         k: int = 0,
         max_model_len: int = 128,
         enable_prefix_cache: bool = True,
         num_groups: int = 1,
+        sliding: KVGroupSpec | None = None,
         num_right: Any = lambda k: k,
         num_found: Any = lambda k: k,
         has_drafter: bool = False,
+        fed_windows: Sequence[int | None] = (),
+        drafter_fails: Callable[[], bool] = lambda: False,
         drafter_context: int | None = None,
         host: HostSpeculator | None = None,
         make_policy: Callable[[Sequence[DraftMethod]], DraftPolicy] = FixedDraftPolicy,
         **config: Any,
     ) -> None:
-        groups, drafter_group = GROUPS[:num_groups], None
+        groups = GROUPS[:num_groups] if sliding is None else (*GROUPS[:num_groups], sliding)
+        drafter_group = len(groups) if has_drafter else None
         if has_drafter:
-            groups, drafter_group = (*groups, DRAFTER_GROUP), num_groups
+            groups = (*groups, DRAFTER_GROUP)
+        fed_groups = tuple(range(len(groups), len(groups) + len(fed_windows)))
+        groups = (*groups, *(fed_group(window) for window in fed_windows))
+        if isinstance(num_blocks, int):
+            num_blocks = [num_blocks] * len(groups)
         method = DraftMethod(
             name="scripted",
             max_drafts=max(k, 1),
-            kv_group=drafter_group,
-            keys_next_token=has_drafter,
+            kv_groups=fed_groups if drafter_group is None else (drafter_group,),
+            catch_up="hidden" if has_drafter else "tokens" if fed_windows else "nothing",
             is_host=host is not None,
             max_context=drafter_context,
         )
@@ -153,19 +189,25 @@ class SchedulerHarness:
             clock=self._tick,
         )
         self.device = FakeDevice(
-            num_groups=len(groups),
             num_blocks=num_blocks,
+            windows=[group.window for group in groups],
+            extra_window_keys=sliding.extra_window_keys if sliding else 0,
             block_size=block_size,
             num_right=num_right,
             num_found=num_found,
             drafts_on_host=host is not None,
             drafter_group=drafter_group,
+            fed_groups=fed_groups,
+            drafter_fails=drafter_fails,
         )
         self.block_size = block_size
+        chunk = self.config.max_prefill_chunk or self.config.max_num_batched_tokens
+        max_unconfirmed = depth * max(chunk, 1 + k) + method.num_lookahead_slots
+        max_unfed = depth * (chunk + max(chunk, 1 + k)) + k
+        self.checks = KVChecks(self.scheduler, block_size, max_unconfirmed, max_unfed)
         self.received: dict[str, Received] = {}
         self.plans: list[StepPlan] = []
         self.in_flight: deque[tuple[StepPlan, StepOutput]] = deque()
-        self._owners: dict[int, list[dict[int, str]]] = {}  # step -> per group: block -> request in it
 
     # ---- what a core does ----------------------------------------------------------------------------------
 
@@ -181,13 +223,14 @@ class SchedulerHarness:
 
     def launch(self) -> StepPlan | None:
         """Launch a step if one can be; the device runs it at once, its output is kept until `collect`."""
-        held = self._blocks_in_flight()
+        steps = [plan.step for plan, _ in self.in_flight]
         self.scheduler.make_host_drafts()
         plan = self.scheduler.schedule()
         if plan is not None:
-            self._check_plan(plan, held)
+            self._check_plan(plan)
             self.plans.append(plan)
             self.in_flight.append((plan, self.device.execute(plan)))
+            self.checks.check_launch(plan, steps, self.device.touched)
         return plan
 
     def collect(self) -> list[RequestOutput]:
@@ -221,7 +264,7 @@ class SchedulerHarness:
 
     def check(self) -> None:
         self.scheduler.check_invariants()
-        self._check_slots_are_disjoint()
+        self.checks.check()
 
     def check_idle(self) -> None:
         """Nothing is left: all rows and blocks are free, every request ended with the tokens of plain
@@ -258,51 +301,11 @@ class SchedulerHarness:
             received.outputs.append(output)
             assert len(received.token_ids) <= received.message.params.max_tokens
 
-    def _blocks_in_flight(self) -> list[dict[int, str]]:
-        """Per group: blocks of the requests of steps in flight, as they were at the launch."""
-        held: list[dict[int, str]] = [{} for _ in self.scheduler._kv._groups]
-        for plan, _ in self.in_flight:
-            for group, owners in enumerate(self._owners[plan.step]):
-                held[group].update(owners)
-        return held
-
-    def _check_plan(self, plan: StepPlan, held: list[dict[int, str]]) -> None:
+    def _check_plan(self, plan: StepPlan) -> None:
         assert 0 < plan.num_scheduled_tokens <= self.config.max_num_batched_tokens
         if self.config.max_prefill_chunk is not None:
             chunks = [entry.num_tokens for entry in plan.scheduled if entry.is_prefill]
             assert all(chunk <= self.config.max_prefill_chunk for chunk in chunks)
-        requests = self.scheduler._in_flight[-1].requests
-        by_row = {request.row: request for request in requests}
-        hits = {new.row: new.num_computed_tokens // self.block_size for new in plan.new_rows}
-        for update in plan.block_table_updates:
-            owner = by_row[update.row].request_id
-            written = update.block_ids[hits.get(update.row, 0) if update.start == 0 else 0 :]
-            for block in written:
-                assert held[update.group].get(block, owner) == owner, (
-                    "a block of a step in flight was handed out"
-                )
-        self._owners[plan.step] = [
-            {
-                block: request.request_id
-                for request in requests
-                for block in group.tables.get(request.request_id, ())
-            }
-            for group in self.scheduler._kv._groups
-        ]
-
-    def _check_slots_are_disjoint(self) -> None:
-        """A block with several holders is a full block of computed tokens for each of them."""
-        running = {request.request_id: request for request in self.scheduler._running}
-        assert all(request.status is RequestStatus.RUNNING for request in running.values())
-        for group in self.scheduler._kv._groups:
-            counts = Counter(block for table in group.tables.values() for block in table)
-            for request_id, table in group.tables.items():
-                for index, block in enumerate(table):
-                    if counts[block] > 1:
-                        num_needed = (index + 1) * self.block_size
-                        assert running[request_id].num_computed_tokens >= num_needed, (
-                            "a shared block is written"
-                        )
 
     def _tick(self) -> float:
         self.now += 1.0

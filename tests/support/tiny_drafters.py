@@ -1,14 +1,14 @@
 """A tiny target with habits, what plain decoding makes of it, and for every registered draft method a drafter that is
 right now and then: fitted to the very sequences that the plain engine emits.
 
-A new registry line needs one entry in CHECKPOINT_MAKERS.
+A new registry line needs one entry in CHECKPOINT_MAKERS, and one in FAMILIES if it drafts for some target models only.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -28,12 +28,17 @@ from engine.spec_decode.autoregressive import AutoRegressiveSpeculator
 from engine.spec_decode.registry import init_speculator
 from engine.spec_decode.speculator import BaseSpeculator
 from tests.support.engine_harness import DeferredExecutor, Harness, Result, request
+from tests.support.tiny_gemma4 import make_tiny_assistant, make_tiny_gemma4_target
 from tests.support.tiny_heads import HeadReference, TinyTarget, make_tiny_head
-from tests.support.tiny_models import TINY_EOS_TOKEN_ID, make_tiny_checkpoint, make_tiny_tokenizer
+from tests.support.tiny_models import (
+    HABITUAL_TOKENS,
+    TINY_EOS_TOKEN_ID,
+    make_tiny_checkpoint,
+    make_tiny_tokenizer,
+)
 
 MAX_TOKENS = 24
 MAX_DRAFTS = 5
-HABITUAL_TOKENS = (TINY_EOS_TOKEN_ID, *range(259, 299))  # EOS, and merges: printable text
 MAX_MODEL_LEN = 72
 PROMPT_LENGTHS = (
     1,
@@ -79,8 +84,9 @@ def make_prompts() -> list[list[int]]:
 class Workshop:
     """Target, tokenizer, plain runs and drafters, each made once, on demand."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, family: str) -> None:
         self.folder = folder
+        self.family = family
         self.prompts = make_prompts()
         self._plain: dict[str, dict[str, Result]] = {}
         self._drafters: dict[str, SpeculatorConfig] = {}
@@ -88,7 +94,7 @@ class Workshop:
 
     @cached_property
     def target_path(self) -> Path:
-        return _make_target(self.folder / "target")
+        return TARGET_MAKERS[self.family](self.folder / "target")
 
     @cached_property
     def target(self) -> TinyTarget:
@@ -137,6 +143,8 @@ class Workshop:
             pytest.fail(
                 f"draft method {method!r} is registered, but CHECKPOINT_MAKERS in {__name__} does not know it"
             )
+        if self.family not in families_of(method):
+            pytest.fail(f"draft method {method!r} does not draft for a target of the family {self.family!r}")
         if method not in self._drafters:
             values = CHECKPOINT_MAKERS[method](self, self.folder / method)
             self._drafters[method] = SpeculatorConfig.model_validate(
@@ -165,6 +173,7 @@ class Workshop:
             model={"model": str(self.target_path), "tokenizer": str(self.tokenizer_path)},
             device="cpu",
             speculators=tuple(configs),
+            draft_policy="first",
             max_model_len=MAX_MODEL_LEN,
             max_steps_in_flight=depth,
             scheduler={"max_prefill_stall": None, "check_invariants": True, **scheduler},
@@ -190,17 +199,22 @@ class Workshop:
         ]
 
 
-def shared_workshop(factory: pytest.TempPathFactory) -> Workshop:
-    """One for the whole test session."""
-    return _make_workshop(factory.getbasetemp() / "workshop")
+def shared_workshop(factory: pytest.TempPathFactory, family: str = "llama") -> Workshop:
+    """One of each family for the whole test session."""
+    return _make_workshop(factory.getbasetemp() / f"workshop-{family}", family)
 
 
 @cache
-def _make_workshop(folder: Path) -> Workshop:
-    return Workshop(folder)
+def _make_workshop(folder: Path, family: str) -> Workshop:
+    return Workshop(folder, family)
 
 
-def _make_target(path: Path) -> Path:
+def families_of(method: str) -> tuple[str, ...]:
+    """The target families that a draft method drafts for; the tests of the registry use the first."""
+    return FAMILIES.get(method, tuple(TARGET_MAKERS))
+
+
+def _make_llama(path: Path) -> Path:
     """Random weights, with two changes: the newest token matters most, and a few tokens get nearly all probability.
     So texts fall into loops now and then, as real ones do, and drafts can be right.
     """
@@ -215,6 +229,36 @@ def _make_target(path: Path) -> Path:
     head[TINY_EOS_TOKEN_ID] *= 0.3
     save_file(weights, file, metadata={"format": "pt"})
     return path
+
+
+def _make_gemma3(path: Path) -> Path:
+    """Full and sliding layers. Its head is its embedding, which is small beside what the layers add: else every token
+    would repeat itself.
+    """
+    make_tiny_checkpoint(path, "gemma3_text", seed=1)
+    file = path / "model.safetensors"
+    weights = load_file(file)
+    table, norm = weights["model.embed_tokens.weight"], weights["model.norm.weight"]
+    habitual = torch.zeros(len(table), dtype=torch.bool)
+    habitual[list(HABITUAL_TOKENS)] = True
+    table *= torch.where(habitual, 0.05, 0.005)[:, None]
+    norm.copy_((1.0 + norm) * 60.0 - 1.0)  # a norm multiplies by 1 + its weight
+    save_file(weights, file, metadata={"format": "pt"})
+    return path
+
+
+TARGET_MAKERS: Mapping[str, Callable[[Path], Path]] = {
+    "llama": _make_llama,
+    "gemma3": _make_gemma3,
+    "gemma4_ple": partial(make_tiny_gemma4_target, kind="ple_shared"),
+    "gemma4_moe": partial(make_tiny_gemma4_target, kind="moe_keqv"),
+}
+FAMILIES: Mapping[str, tuple[str, ...]] = {
+    "draft_model": ("llama", "gemma3"),
+    "eagle": ("llama",),
+    "eagle3": ("llama",),
+    "gemma4_mtp": ("gemma4_ple", "gemma4_moe"),
+}
 
 
 # ---- checkpoints by method: (workshop, folder) -> fields of SpeculatorConfig --------------------------------------
@@ -244,10 +288,16 @@ def _make_head(workshop: Workshop, folder: Path) -> dict[str, Any]:
     return {"model": str(folder)}
 
 
+def _make_assistant(workshop: Workshop, folder: Path) -> dict[str, Any]:
+    make_tiny_assistant(folder, workshop.target_path, workshop.sequences)
+    return {"model": str(folder)}
+
+
 CHECKPOINT_MAKERS: Mapping[str, Callable[[Workshop, Path], dict[str, Any]]] = {
     "ngram": _options(min_n="1"),
     "suffix": _options(min_match="1"),
     "draft_model": _make_noisy_target,
     "eagle": _make_head,
     "eagle3": _make_head,
+    "gemma4_mtp": _make_assistant,
 }

@@ -30,6 +30,13 @@ _LAYER_NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+_GEMMA3_LAYER_NAMES = {
+    **_LAYER_NAMES,
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+_ARCHITECTURES = {"gemma3_text": "gemma3"}  # by model type, where the converter calls it something else
 
 
 def write_tiny_gguf(
@@ -45,7 +52,7 @@ def write_tiny_gguf(
     `metadata`: string or integer entries that replace those of the converter; None leaves an entry out.
     """
     config = json.loads((checkpoint / "config.json").read_text())
-    architecture = config["model_type"]
+    architecture = _architecture(config)
     writer = GGUFWriter(path, architecture)
     for key, value in (_metadata(config) | (metadata or {})).items():
         if isinstance(value, float):
@@ -62,8 +69,10 @@ def write_tiny_gguf(
             values = _interleave_rotary(values, config["num_attention_heads"])
         elif architecture == "llama" and ".k_proj." in name:
             values = _interleave_rotary(values, config["num_key_value_heads"])
+        elif architecture == "gemma3" and name.endswith("norm.weight"):
+            values = values + 1.0
         kind = quantization if values.ndim == 2 else GGMLQuantizationType.F32
-        writer.add_tensor(gguf_name(name), quantize(values, kind), raw_dtype=kind)
+        writer.add_tensor(gguf_name(name, architecture), quantize(values, kind), raw_dtype=kind)
     for name, values in (extra_tensors or {}).items():
         writer.add_tensor(name, values)
     writer.write_header_to_file()
@@ -73,16 +82,23 @@ def write_tiny_gguf(
     return path
 
 
-def gguf_name(name: str) -> str:
+def gguf_name(name: str, architecture: str) -> str:
     """model.layers.3.self_attn.q_proj.weight -> blk.3.attn_q.weight."""
     if name in _TOP_NAMES:
         return _TOP_NAMES[name]
     _, _, layer, rest = name.split(".", 3)
     module, kind = rest.rsplit(".", 1)
-    return f"blk.{layer}.{_LAYER_NAMES[module]}.{kind}"
+    names = _GEMMA3_LAYER_NAMES if architecture == "gemma3" else _LAYER_NAMES
+    return f"blk.{layer}.{names[module]}.{kind}"
+
+
+def _architecture(config: dict[str, Any]) -> str:
+    model_type: str = config["model_type"]
+    return _ARCHITECTURES.get(model_type, model_type)
 
 
 def _metadata(config: dict[str, Any]) -> dict[str, Any]:
+    rope = config["rope_parameters"]
     entries = {
         "block_count": config["num_hidden_layers"],
         "context_length": config["max_position_embeddings"],
@@ -91,11 +107,12 @@ def _metadata(config: dict[str, Any]) -> dict[str, Any]:
         "attention.head_count": config["num_attention_heads"],
         "attention.head_count_kv": config["num_key_value_heads"],
         "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
-        "rope.freq_base": config["rope_parameters"]["rope_theta"],
+        "rope.freq_base": rope.get("full_attention", rope)["rope_theta"],
         "attention.key_length": config["head_dim"] if config.get("head_dim") else None,
+        "attention.sliding_window": config.get("sliding_window"),
     }
     tokens = {"bos_token_id": config["bos_token_id"], "eos_token_id": config["eos_token_id"]}
-    return {f"{config['model_type']}.{key}": value for key, value in entries.items()} | {
+    return {f"{_architecture(config)}.{key}": value for key, value in entries.items()} | {
         f"tokenizer.ggml.{key}": value for key, value in tokens.items()
     }
 

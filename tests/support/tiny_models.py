@@ -12,11 +12,13 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-TinyModelType = Literal["llama", "qwen2", "qwen3"]
-TINY_MODEL_TYPES: tuple[TinyModelType, ...] = ("llama", "qwen2", "qwen3")
+TinyModelType = Literal["llama", "qwen2", "qwen3", "gemma3_text"]
+TINY_MODEL_TYPES: tuple[TinyModelType, ...] = ("llama", "qwen2", "qwen3", "gemma3_text")
+TINY_WINDOW = 12  # keys, of the sliding layers of gemma3_text
 TINY_VOCAB_SIZE = 320  # 3 special tokens, 256 bytes, 61 merges
 TINY_MAX_POSITIONS = 512
 TINY_EOS_TOKEN_ID = 2
+HABITUAL_TOKENS = (TINY_EOS_TOKEN_ID, *range(259, 299))  # EOS, and merges: printable text
 
 _SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 _TRAINING_TEXT = [
@@ -42,9 +44,9 @@ def make_tiny_checkpoint(
 ) -> Path:
     """Write a three-layer model as a safetensors directory (without a tokenizer); returns `path`.
 
-    Two query heads share a KV head; qwen3 has a head size that is not hidden_size / heads. Norm weights and
-    biases are random too, so that a tensor that was mixed up cannot go unseen. `overrides` are config
-    entries.
+    Two query heads share a KV head; qwen3 and gemma3_text have a head size that is not hidden_size / heads, and
+    gemma3_text sliding layers around a full one. Norm weights and biases are random too, so that a tensor that was
+    mixed up cannot go unseen. `overrides` are config entries.
     """
     values: dict[str, object] = {
         "vocab_size": vocab_size,
@@ -62,6 +64,14 @@ def make_tiny_checkpoint(
     }
     if model_type == "qwen3":
         values["head_dim"] = 16
+    if model_type == "gemma3_text":
+        values |= {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 20,
+            "sliding_window": TINY_WINDOW,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "tie_word_embeddings": True,
+        }
     config = AutoConfig.for_model(model_type, **(values | overrides))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -28,8 +28,8 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 
 
 def position_plus_one(speculator: Speculator) -> None:
-    decode = speculator._decode
-    speculator._decode = lambda inputs, state, drafts, drawn_at: decode(inputs, state, drafts, drawn_at + 1)
+    attention = speculator._decode_attention
+    speculator._decode_attention = lambda inputs, drawn_at, step: attention(inputs, drawn_at + 1, step)
 
 
 def hidden_row_of_the_last_draft(speculator: Speculator) -> None:
@@ -42,9 +42,9 @@ def hidden_row_of_the_last_draft(speculator: Speculator) -> None:
 
 def rejected_not_subtracted(speculator: Speculator) -> None:
     """Drafting goes on behind the rejected tokens, and attends to their keys."""
-    decode = speculator._decode
-    speculator._decode = lambda inputs, state, drafts, drawn_at: decode(
-        inputs, state, drafts, drawn_at + inputs.num_rejected
+    attention = speculator._decode_attention
+    speculator._decode_attention = lambda inputs, drawn_at, step: attention(
+        inputs, drawn_at + inputs.num_rejected, step
     )
 
 

@@ -121,8 +121,9 @@ def test_a_system_message_needs_a_chat(address: str) -> None:
 def test_info_as_a_table(address: str) -> None:
     result = run(info, "--address", address)
     assert result.exit_code == 0
-    for shown in ("SERVING", "1.5 KiB per token", "100 of 16 tokens: 1,600 tokens", "ngram", "25.0%"):
+    for shown in ("SERVING", "1.5 KiB per token", "100 blocks: 1,600 tokens of 512 B", "ngram", "25.0%"):
         assert shown in result.stdout
+    assert "20 blocks: 320 tokens of 1 KiB, window 1,024" in result.stdout
 
 
 def test_info_as_json_has_every_field_and_plain_numbers(address: str) -> None:
@@ -130,6 +131,12 @@ def test_info_as_json_has_every_field_and_plain_numbers(address: str) -> None:
     assert answer["health"] == "SERVING"
     assert answer["model"]["eos_token_ids"] == [2]
     assert answer["server"]["kv_bytes_per_token"] == 1536
+    assert answer["server"]["kv_groups"][1] == {
+        "name": "sliding",
+        "window": 1024,
+        "bytes_per_token": 1024,
+        "num_blocks": 20,
+    }
     assert answer["server"]["startup_seconds"] == {"load": 1.5}
     assert answer["load"]["draining"] is False
 
@@ -148,6 +155,25 @@ def test_bench_sends_what_was_asked_and_writes_a_result(
     assert load.speculation[0].acceptance_length == pytest.approx(1.5)
     assert load.speculation[0].acceptance_rate_by_position == [0.5, 0.0]
     assert "fake: 6 of 6 requests completed" in result.stdout
+
+
+def test_bench_marks_every_figure_of_a_server_with_synthetic_acceptance(
+    address: str, service: FakeService, tmp_path: Path
+) -> None:
+    service.synthetic_acceptance = [0.8, 0.6]
+    output = tmp_path / "result.json"
+    options = ["--num-requests", "2", "--warmup", "0", "--output", str(output)]
+    result = run(bench, "--address", address, *options)
+    load = read_result(output).loads["load"]
+    assert load.synthetic_acceptance == [0.8, 0.6]
+    assert [row.is_synthetic for row in load.speculation] == [True]
+    assert "synthetic: drafts were accepted at rates 0.8, 0.6, not by the model" in result.stdout
+    assert result.stdout.count("(synthetic)") == 3, "throughput, latencies, the row of the draft method"
+    service.synthetic_acceptance = []
+    result = run(bench, "--address", address, *options)
+    load = read_result(output).loads["load"]
+    assert (load.synthetic_acceptance, load.speculation[0].is_synthetic) == ([], False)
+    assert "synthetic" not in result.stdout
 
 
 def test_bench_at_a_rate(address: str, service: FakeService) -> None:

@@ -57,8 +57,11 @@ class Source:
 
     def draft(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """What a drafter with these logits proposes: [n] int64."""
+        return DraftSampler().draw(logits, self.inputs(logits, positions), positions)
+
+    def inputs(self, logits: torch.Tensor, positions: torch.Tensor) -> ProposalInputs:
         count = len(positions)
-        inputs = ProposalInputs(
+        return ProposalInputs(
             row_list=[0] * count,
             methods=["any"] * count,
             wanted=[1] * count,
@@ -71,7 +74,19 @@ class Source:
             num_sampled=torch.ones_like(positions),
             num_rejected=torch.zeros_like(positions),
         )
-        return DraftSampler().draw(logits, inputs, positions)
+
+
+def test_what_the_requests_ask_for_is_gathered_once_for_all_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It copies to the device, which each draft step would wait for."""
+    source = Source(0)
+    calls, gather = [], source.states.features
+    monkeypatch.setattr(source.states, "features", lambda rows: calls.append(rows) or gather(rows))
+    logits, positions = random_logits(2, VOCAB, seed=0), torch.tensor([1, 1])
+    inputs = source.inputs(logits, positions)
+    sampler = DraftSampler()
+    for step in range(3):
+        sampler.draw(logits, inputs, positions + step)
+    assert calls == [[0, 0]]
 
 
 def random_logits(*shape: int, seed: int, spread: float = 1.0) -> torch.Tensor:

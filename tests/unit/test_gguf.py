@@ -50,8 +50,10 @@ def test_weights_equal_those_of_the_directory(tmp_path: Path, model_type: TinyMo
     assert loaded.dtype == torch.float32
     assert loaded.model.max_position_embeddings == expected.model.max_position_embeddings
     expected_parameters = dict(expected.model.named_parameters())
+    # Gemma 3 files hold norm weights plus one, rounded.
+    tolerance = torch.finfo(torch.float32).eps if model_type == "gemma3_text" else 0.0
     for name, parameter in loaded.model.named_parameters():
-        assert torch.equal(parameter, expected_parameters.pop(name)), name
+        assert (parameter - expected_parameters.pop(name)).abs().max() <= tolerance, name
     assert not expected_parameters
 
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from engine.kv_spec import KVGroupSpec
+from engine.draft_method import DraftMethod
 from engine.messages import RequestTimes
 from engine.request import Request
 from engine.scheduler.kv_manager import KVManager
-from tests.support.scheduler_harness import GROUPS, FakeCutter, make_request
+from tests.support.scheduler_harness import GROUPS, FakeCutter, fed_group, make_request, sliding_group
 
 _rows = itertools.count()
 
@@ -33,12 +33,12 @@ def make(request_id: str, prompt: Sequence[int], num_groups: int = 1, **fields: 
 
 
 def manager(num_blocks: int = 16, num_groups: int = 1, block_size: int = 4, cache: bool = True) -> KVManager:
-    return KVManager(GROUPS[:num_groups], num_blocks, block_size, enable_prefix_cache=cache)
+    return KVManager(GROUPS[:num_groups], [num_blocks] * num_groups, block_size, enable_prefix_cache=cache)
 
 
 def compute_and_free(kv: KVManager, request: Request) -> None:
     kv.start(request, kv.find_hit(request))
-    kv.commit(request, len(request.token_ids))
+    kv.commit(request, len(request.token_ids), 0)
     kv.free(request, 0, keep_findable=True)
 
 
@@ -72,24 +72,53 @@ def test_a_hit_is_what_all_groups_have() -> None:
     assert kv.find_hit(make("b", range(13), 2)) == 2, f"block {evicted}, the tail, is gone in one group"
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_hit_over_mixed_groups_is_the_longest_that_all_can_serve(order: tuple[int, int]) -> None:
+    """The full group has blocks 0..5; of the one with a window 2 and 5 are gone: a hit of 5 blocks would read keys
+    11.. of blocks 2..4, one of 4 keys 7.. of blocks 1..3, and one of 2 the blocks 0 and 1.
+    """
+    groups = (GROUPS[0], sliding_group(10))
+    kv = KVManager([groups[index] for index in order], [7, 7], 4, enable_prefix_cache=True)
+    request = make("a", range(25), 2)
+    kv.start(request, 0)
+    kv.grow(request, 25)
+    kv.commit(request, 24, 0)
+    kv._groups[order.index(1)].withdraw([request.block_hashes[index] for index in (2, 5)])
+    assert kv.find_hit(make("b", range(25), 2)) == 2
+
+
 def test_without_the_cache_nothing_is_found_or_published() -> None:
     kv = manager(cache=False)
     compute_and_free(kv, make("a", range(13)))
-    assert (kv.find_hit(make("b", range(13))), kv.occupancy()) == (0, (0, 0))
+    assert (kv.find_hit(make("b", range(13))), kv.occupancy()) == (0, (0, 0, 16))
 
 
 def test_updates_carry_the_whole_table_first_and_then_what_is_new() -> None:
     kv = manager(num_groups=2)
     compute_and_free(kv, make("a", range(9), 2))
     request = make("b", range(9), 2)
-    start = kv.start(request, kv.find_hit(request))
+    kv.take_updates()
+    kv.start(request, kv.find_hit(request))
+    start = kv.take_updates()
     assert [(update.group, update.start, len(update.block_ids)) for update in start] == [(0, 0, 3), (1, 0, 3)]
-    assert kv.grow(request, 12) == ()
-    grown = kv.grow(request, 17)
+    kv.grow(request, 12)
+    assert kv.take_updates() == []
+    kv.grow(request, 17)
+    grown = kv.take_updates()
     assert [(update.row, update.start, len(update.block_ids)) for update in grown] == [
         (request.row, 3, 2)
     ] * 2
     kv.check_integrity()
+
+
+def test_updates_of_a_request_that_was_freed_are_not_sent() -> None:
+    kv = manager()
+    first, second = make("a", range(9)), make("b", range(9))
+    kv.start(first, 0)
+    kv.start(second, 0)
+    kv.free(first, 0, keep_findable=True)
+    assert [update.row for update in kv.take_updates()] == [second.row]
+    assert kv.take_updates() == []
 
 
 def test_shortage_counts_cached_blocks_that_a_hit_takes_out_of_the_free_ones() -> None:
@@ -97,8 +126,8 @@ def test_shortage_counts_cached_blocks_that_a_hit_takes_out_of_the_free_ones() -
     compute_and_free(kv, make("a", range(9)))
     request = make("b", [*range(8), *range(90, 98)])
     assert kv.find_hit(request) == 2
-    assert kv.start_shortage(request, 2, reserve=0) == [0]
-    assert kv.start_shortage(request, 2, reserve=1) == [1]
+    assert kv.start_shortage(request, 2, reserve=[0]) == [0]
+    assert kv.start_shortage(request, 2, reserve=[1]) == [1]
     kv.start(request, 2)
     assert kv.growth_shortage(request, 17) == [1]
 
@@ -107,9 +136,9 @@ def test_committing_publishes_full_blocks_of_confirmed_tokens_only() -> None:
     kv = manager()
     first = make("a", range(8))
     kv.start(first, 0)
-    kv.commit(first, 7)
+    kv.commit(first, 7, 0)
     assert kv.find_hit(make("b", range(12))) == 1
-    kv.commit(first, 8)
+    kv.commit(first, 8, 0)
     assert kv.find_hit(make("c", range(12))) == 2
 
 
@@ -117,13 +146,63 @@ def test_a_block_that_may_hold_nan_is_never_found_again() -> None:
     kv = manager()
     request = make("a", range(9))
     kv.start(request, 0)
-    kv.commit(request, 9)
+    kv.commit(request, 9, 0)
     kv.free(request, 0, keep_findable=False)
-    assert (kv.find_hit(make("b", range(9))), kv.occupancy()) == (0, (0, 0))
+    assert (kv.find_hit(make("b", range(9))), kv.occupancy()) == (0, (0, 0, 16))
     kv.check_integrity()
 
 
-def test_a_window_has_no_manager_yet() -> None:
-    spec = KVGroupSpec(name="w", layer_indices=(0,), num_kv_heads=1, head_size=1, bytes_per_token=1, window=8)
-    with pytest.raises(AssertionError, match="window"):
-        KVManager([spec], 4, 4, enable_prefix_cache=True)
+# ---- a drafter that catches up -----------------------------------------------------------------------------
+
+
+def drafted(request_id: str, prompt: Sequence[int]) -> Request:
+    request = make(request_id, prompt)
+    request.draft_method = DraftMethod(name="d", max_drafts=2, kv_groups=(1, 2), catch_up="tokens")
+    request.draft_kv_groups = (1, 2)
+    return request
+
+
+def drafted_manager(num_draft_blocks: int = 16) -> KVManager:
+    groups = (GROUPS[0], fed_group(None), fed_group(5))
+    return KVManager(groups, [16, num_draft_blocks, num_draft_blocks], 4, enable_prefix_cache=True)
+
+
+@pytest.mark.parametrize(("watermark", "expected"), [(0, 0), (3, 0), (4, 1), (11, 2), (13, 3)])
+def test_draft_blocks_are_found_up_to_the_watermark_and_shorten_no_hit(watermark: int, expected: int) -> None:
+    kv = drafted_manager()
+    first, second = drafted("a", range(17)), drafted("b", range(17))
+    assert kv.start(first, 0) == 0
+    kv.grow_drafter(first, 17)
+    first.draft_watermark = watermark
+    kv.commit(first, 17, 0)
+    kv.free(first, 0, keep_findable=True)
+    assert kv.find_hit(second) == 4
+    assert kv.start(second, 4) == expected
+    kv.check_integrity()
+
+
+def test_a_drafter_holds_blocks_for_what_it_is_fed_and_its_window_at_the_watermark() -> None:
+    kv = drafted_manager(num_draft_blocks=4)
+    request = drafted("a", range(40))
+    kv.start(request, 0)
+    assert [kv._groups[index].pool.num_used for index in (0, 1, 2)] == [10, 0, 0]
+    assert kv.max_draft_slots(request) == 16
+    kv.grow_drafter(request, 9)
+    assert [kv._groups[index].pool.num_used for index in (1, 2)] == [3, 3]
+    kv.commit(request, 30, 0)
+    assert kv._groups[2].tables["a"].first == 0, "keys 0.. are read when it goes on at 0"
+    request.draft_watermark = 9
+    kv.commit(request, 30, 0)
+    assert kv._groups[2].tables["a"].first == 1, "keys 5.. are read when it goes on at 9"
+
+
+def test_draft_blocks_that_may_hold_nan_are_never_found_again() -> None:
+    kv = drafted_manager()
+    first, second = drafted("a", range(17)), drafted("b", range(17))
+    kv.start(first, 0)
+    kv.grow_drafter(first, 17)
+    first.draft_watermark = 16
+    kv.commit(first, 16, 0)
+    kv.free(first, 0, keep_findable=False)
+    assert (kv.find_hit(second), kv.start(second, 0)) == (0, 0)
+    assert all(group.pool.num_cached == 0 for group in kv._groups)

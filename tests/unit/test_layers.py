@@ -6,16 +6,20 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import Gemma4TextConfig, LlamaConfig
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm, Gemma4TextRotaryEmbedding
 from transformers.models.llama.modeling_llama import (
     LlamaRMSNorm,
     LlamaRotaryEmbedding,
     apply_rotary_pos_emb,
 )
 
+from engine.kernels.rotary import rotate
 from engine.layers.linear import Linear
-from engine.layers.norm import RMSNorm
-from engine.layers.rotary import ROPE_TYPES, RotaryEmbedding, rotate
+from engine.layers.moe import RoutedExperts
+from engine.layers.norm import GemmaRMSNorm, RMSNorm
+from engine.layers.rotary import ROPE_TYPES, RopeConfig, RotaryEmbedding
 from engine.models.decoder_config import DecoderConfig
 
 CPU = torch.device("cpu")
@@ -50,7 +54,63 @@ def raw_config(**rope_parameters: Any) -> dict[str, Any]:
 
 
 def test_every_rope_type_is_compared() -> None:
-    assert set(ROPE_TYPES.names()) == set(ROPE_PARAMETERS)
+    assert set(ROPE_TYPES.names()) == {*ROPE_PARAMETERS, "proportional"}
+
+
+def test_proportional_frequencies_equal_transformers() -> None:
+    """Of Gemma 4's full layers: a quarter of the features turn, by exponents over the whole head."""
+    parameters = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25}
+    config = Gemma4TextConfig(
+        num_hidden_layers=1,
+        layer_types=["full_attention"],
+        global_head_dim=128,
+        rope_parameters={"full_attention": parameters},
+    )
+    expected = Gemma4TextRotaryEmbedding(config).full_attention_inv_freq
+    rope = RopeConfig(
+        rope_type="proportional",
+        theta=1e6,
+        head_size=128,
+        max_position_embeddings=4096,
+        scaling={"partial_rotary_factor": 0.25},
+    )
+    frequencies = RotaryEmbedding(rope, dtype=torch.float32, device=CPU).inverse_frequencies
+    torch.testing.assert_close(frequencies, expected, rtol=0, atol=0)
+    assert (int((frequencies > 0).sum()), len(frequencies)) == (16, 64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("reference_class", "offset"), [(Gemma3RMSNorm, 1.0), (Gemma4RMSNorm, 0.0)])
+def test_gemma_norms_equal_transformers_bit_for_bit(
+    reference_class: Any, offset: float, dtype: torch.dtype
+) -> None:
+    reference = reference_class(HEAD_SIZE, eps=1e-6).to(dtype)
+    weight = random(HEAD_SIZE, dtype=dtype, seed=1)
+    reference.weight.data.copy_(weight)
+    norm = GemmaRMSNorm(HEAD_SIZE, 1e-6, offset=offset, dtype=dtype, device=CPU)
+    norm.weight.copy_(weight)
+    x = random(7, HEAD_SIZE, dtype=dtype) * 3.0
+    tolerance = 0.0 if dtype == torch.bfloat16 else 1e-6  # powers are taken another way; rounding hides it
+    torch.testing.assert_close(norm(x), reference(x), rtol=tolerance, atol=tolerance)
+
+
+def test_routed_experts_equal_the_formula_token_by_token() -> None:
+    experts = RoutedExperts(5, 8, 6, activation="gelu_tanh", dtype=torch.float64, device=CPU)
+    experts.gate_up.copy_(random(5, 12, 8, dtype=torch.float64, seed=1))
+    experts.down.copy_(random(5, 8, 6, dtype=torch.float64, seed=2))
+    x, weights = random(9, 8, dtype=torch.float64), random(9, 2, dtype=torch.float64, seed=3)
+    ids = torch.stack([torch.randperm(4, generator=torch.Generator().manual_seed(i))[:2] for i in range(9)])
+    output = experts(x, ids, weights)  # nobody chose expert 4
+    by_expert = ids.flatten().sort().values
+    rows = random(len(by_expert), 8, dtype=torch.float64, seed=4)
+    torch.testing.assert_close(experts._run_all(rows, by_expert), experts._run_sorted(rows, by_expert))
+    for token in range(9):
+        expected = torch.zeros(8, dtype=torch.float64)
+        for choice in range(2):
+            gate, up = (experts.gate_up[ids[token, choice]] @ x[token]).chunk(2)
+            hidden = torch.nn.functional.gelu(gate, approximate="tanh") * up
+            expected += weights[token, choice] * (experts.down[ids[token, choice]] @ hidden)
+        torch.testing.assert_close(output[token], expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

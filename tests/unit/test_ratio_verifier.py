@@ -28,7 +28,7 @@ from engine.step import NewRow
 from tests.support.engine_harness import Harness, make_core, request, scripted_model
 from tests.support.scripted_speculators import PATTERNS, VOCAB_SIZE, ScriptedSpeculator
 from tests.support.scripted_target import ScriptedTarget, reference_continuation
-from tests.support.tiny_drafters import Workshop, shared_workshop
+from tests.support.tiny_drafters import Workshop, families_of, shared_workshop
 
 VOCAB = 8
 NUM_ROWS = 2000
@@ -361,8 +361,9 @@ def test_greedy_requests_get_the_tokens_of_plain_decoding(pattern: str, depth: i
 
 @pytest.mark.parametrize("method", SPECULATORS.names())
 def test_greedy_requests_get_the_tokens_of_plain_decoding_with_every_method(
-    workshop: Workshop, method: str
+    method: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
+    workshop = shared_workshop(tmp_path_factory, families_of(method)[0])
     core = make_core(
         workshop.loaded,
         speculators={method: init_speculator(workshop.drafter(method), workshop.loaded, CPU)},

@@ -235,7 +235,7 @@ def test_many_short_requests_leave_nothing_behind(end: str, depth: int) -> None:
         ENDS[end](harness, name)
     harness.run()
     assert not harness.scheduler._requests
-    assert harness.scheduler._kv._held == {}
+    assert harness.scheduler._kv._num_committed == {}
 
 
 def test_stats_count_what_runs_and_waits() -> None:

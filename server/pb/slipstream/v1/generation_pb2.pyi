@@ -394,8 +394,20 @@ class GetServerInfoRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class KVGroup(_message.Message):
+    __slots__ = ("name", "window", "bytes_per_token", "num_blocks")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    window: int
+    bytes_per_token: int
+    num_blocks: int
+    def __init__(self, name: _Optional[str] = ..., window: _Optional[int] = ..., bytes_per_token: _Optional[int] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("version", "kv_cache_bytes", "kv_bytes_per_token", "block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens", "speculators", "default_speculator", "max_steps_in_flight", "startup_seconds", "uptime_seconds", "max_message_bytes", "synthetic_acceptance")
+    __slots__ = ("version", "kv_cache_bytes", "kv_bytes_per_token", "block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens", "speculators", "default_speculator", "max_steps_in_flight", "startup_seconds", "uptime_seconds", "max_message_bytes", "synthetic_acceptance", "kv_groups")
     class StartupSecondsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -417,6 +429,7 @@ class GetServerInfoResponse(_message.Message):
     UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     SYNTHETIC_ACCEPTANCE_FIELD_NUMBER: _ClassVar[int]
+    KV_GROUPS_FIELD_NUMBER: _ClassVar[int]
     version: str
     kv_cache_bytes: int
     kv_bytes_per_token: int
@@ -431,7 +444,8 @@ class GetServerInfoResponse(_message.Message):
     uptime_seconds: float
     max_message_bytes: int
     synthetic_acceptance: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, version: _Optional[str] = ..., kv_cache_bytes: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., speculators: _Optional[_Iterable[str]] = ..., default_speculator: _Optional[str] = ..., max_steps_in_flight: _Optional[int] = ..., startup_seconds: _Optional[_Mapping[str, float]] = ..., uptime_seconds: _Optional[float] = ..., max_message_bytes: _Optional[int] = ..., synthetic_acceptance: _Optional[_Iterable[float]] = ...) -> None: ...
+    kv_groups: _containers.RepeatedCompositeFieldContainer[KVGroup]
+    def __init__(self, version: _Optional[str] = ..., kv_cache_bytes: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., speculators: _Optional[_Iterable[str]] = ..., default_speculator: _Optional[str] = ..., max_steps_in_flight: _Optional[int] = ..., startup_seconds: _Optional[_Mapping[str, float]] = ..., uptime_seconds: _Optional[float] = ..., max_message_bytes: _Optional[int] = ..., synthetic_acceptance: _Optional[_Iterable[float]] = ..., kv_groups: _Optional[_Iterable[_Union[KVGroup, _Mapping]]] = ...) -> None: ...
 
 class GetLoadsRequest(_message.Message):
     __slots__ = ()

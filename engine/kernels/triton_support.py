@@ -1,0 +1,27 @@
+"""Triton where it is installed. Files whose operation has a torch form too import it from here, so that they can be
+used on platforms without Triton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+try:
+    import triton
+    import triton.language as tl
+
+    jit: Callable[..., Any] = triton.jit
+except ImportError:  # pragma: no cover
+    tl = None
+
+    def jit(function: Callable[..., Any]) -> Any:
+        """The kernel cannot be launched here, and nobody does."""
+        return function
+
+
+def next_power_of_2(value: int) -> int:
+    return 1 << (value - 1).bit_length()
+
+
+__all__ = ["jit", "next_power_of_2", "tl"]

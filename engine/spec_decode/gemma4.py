@@ -1,0 +1,83 @@
+"""Gemma 4 MTP: the assistant drafts over the target's KV cache, one row per request, at a constant position.
+
+A round starts from the target's hidden state h_t of the last position t whose KV is valid, and from the token behind
+it. Every draft step sees the keys 0..t; drafts add none. So there is nothing to catch up with after steps without
+drafts, and a rejected draft leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import msgspec
+import torch
+
+from engine.attention.backend import AttentionContext
+from engine.models.gemma4_assistant import Gemma4AssistantModel
+from engine.spec_decode.autoregressive import AutoRegressiveSpeculator
+from engine.spec_decode.draft_sampling import DraftSampler
+from engine.spec_decode.speculator import DraftContext, ProposalInputs, SpeculatorNeeds
+
+
+@dataclass(frozen=True)
+class DraftPositionPolicy:
+    """Where a draft step stands. Implementations differ; texts do not depend on it, acceptance may."""
+
+    rope_offset: int  # the query's rotary position, relative to t
+    extra_window_keys: int  # keys that a sliding layer's query sees beyond the target's window
+
+
+POSITION_POLICIES = {
+    "last_key": DraftPositionPolicy(rope_offset=0, extra_window_keys=0),
+    "last_token": DraftPositionPolicy(rope_offset=1, extra_window_keys=1),
+}
+DEFAULT_POSITION_POLICY = "last_key"  # what a paged cache keeps alive without holding a block for longer
+
+
+class Gemma4Speculator(AutoRegressiveSpeculator):
+    """Drafts from (the target's scaled embedding, hidden state); what is fed back is as wide as the target."""
+
+    def __init__(self, model: Gemma4AssistantModel, policy: DraftPositionPolicy) -> None:
+        self.needs = SpeculatorNeeds(
+            hidden="last", draft_kv="target", extra_window_keys=policy.extra_window_keys
+        )
+        self._model = model
+        self._policy = policy
+        self._sampler = DraftSampler()
+        self.max_context = model.config.max_position_embeddings
+
+    @property
+    def advance_draft_positions(self) -> bool:
+        return False
+
+    @property
+    def model_returns_tuple(self) -> bool:
+        return True
+
+    def bind(self, context: DraftContext) -> None:
+        groups = [
+            group
+            if group.window is None
+            else msgspec.structs.replace(group, window=group.window + self._policy.extra_window_keys)
+            for group in context.groups
+        ]
+        super().bind(replace(context, groups=groups))
+
+    def draft_forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        hidden_states: torch.Tensor,
+        attention: AttentionContext,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rotary_positions = positions + self._policy.rope_offset
+        for_logits, feedback = self._model(input_ids, rotary_positions, hidden_states, attention)
+        return for_logits, feedback
+
+    def sample_draft(
+        self, hidden: torch.Tensor, inputs: ProposalInputs, positions: torch.Tensor
+    ) -> torch.Tensor:
+        if self._model.centroid_head is None:
+            return self._sampler.draw(self._model.head.logits(hidden), inputs, positions)
+        logits, token_ids = self._model.centroid_head(hidden)
+        return self._sampler.draw_among(logits, token_ids, inputs, positions)

@@ -1,0 +1,110 @@
+"""Layers that write no cache compute only the tokens whose output is used, and nothing else changes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.assembly import assemble
+from engine.config import ModelConfig, SpeculatorConfig, engine_config
+from engine.core import EngineCore
+from engine.models.gemma_layers import GemmaDecoderLayer
+from engine.models.loader import LoadedModel, load_model
+from engine.worker.model_runner import ModelRunner
+from tests.support.engine_harness import Harness, Result, request
+
+NUM_OWN, NUM_SHARED = 3, 3
+CONFIG = {
+    "architectures": ["Gemma4ForCausalLM"],
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": NUM_OWN + NUM_SHARED,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 6,
+    "num_kv_shared_layers": NUM_SHARED,
+    "hidden_size_per_layer_input": 8,
+    "use_double_wide_mlp": True,
+    "max_position_embeddings": 128,
+    "dtype": "float64",
+    "eos_token_id": 1,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+    },
+}
+PROMPTS = [list(range(3, 3 + length)) for length in (1, 5, 19, 30)]
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    path: Path = tmp_path_factory.mktemp("gemma4")
+    (path / "config.json").write_text(json.dumps(CONFIG))
+    loaded = load_model(ModelConfig(model=str(path), load_format="dummy"), device=torch.device("cpu"))
+    for parameter in loaded.model.parameters():
+        parameter.mul_(5.0 if parameter.ndim > 1 else 1.0)  # so that texts depend on their tokens
+    return loaded
+
+
+def run(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, **params: Any
+) -> tuple[dict[str, Result], list[int]]:
+    """The results, and the rows that the last layer computed in each pass."""
+    rows: list[int] = []
+    forward = GemmaDecoderLayer.forward
+    last = loaded.model.layers[-1]  # type: ignore[index, union-attr]
+
+    def count(self: GemmaDecoderLayer, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        if self is last:
+            rows.append(len(x))
+        return forward(self, x, *arguments)
+
+    config = engine_config(
+        model={"model": "test"},
+        device="cpu",
+        draft_policy="first",
+        speculators=(SpeculatorConfig(method="ngram", k=2, options={"min_n": "1"}),),
+        scheduler={"max_prefill_chunk": 8, "max_prefill_stall": None, "max_num_batched_tokens": 64},
+        cache={"block_size": 4, "num_blocks": 64, "enable_prefix_cache": False},
+    )
+    with monkeypatch.context() as patched:
+        patched.setattr(GemmaDecoderLayer, "forward", count)
+        core = EngineCore(config, build=lambda c, _: assemble(c, loaded, device=torch.device("cpu")))
+        requests = [
+            request(f"r{index}", prompt, max_tokens=10, ignore_eos=True, **params)
+            for index, prompt in enumerate(PROMPTS)
+        ]
+        return Harness(core).run(requests), rows
+
+
+def test_only_needed_tokens_are_computed_and_the_text_is_the_same(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results, rows = run(loaded, monkeypatch)
+    with monkeypatch.context() as patched:
+        patched.setattr(ModelRunner, "_needed_tokens", lambda self, batch: None)
+        expected, all_rows = run(loaded, monkeypatch)
+    assert {name: result.token_ids for name, result in results.items()} == {
+        name: result.token_ids for name, result in expected.items()
+    }
+    num_prompt_tokens = sum(map(len, PROMPTS))
+    # Of a prompt, its last token alone is needed.
+    assert sum(all_rows) - sum(rows) == num_prompt_tokens - len(PROMPTS)
+
+
+def test_prompt_logprobs_need_all_tokens(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    results, rows = run(loaded, monkeypatch, prompt_logprobs=0)
+    with monkeypatch.context() as patched:
+        patched.setattr(ModelRunner, "_needed_tokens", lambda self, batch: None)
+        expected, all_rows = run(loaded, monkeypatch, prompt_logprobs=0)
+    assert rows == all_rows
+    for name, result in results.items():
+        assert result.prompt_logprobs == expected[name].prompt_logprobs
