@@ -9,15 +9,18 @@ import argparse
 import asyncio
 import os
 import statistics
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from engine.stats import SpecObservation
 from server.bench.environment import current_environment
-from server.bench.schema import BenchResult, Comparison, Environment, write_result
+from server.bench.schema import BenchResult, Comparison, Environment, SpeculationReport, write_result
+from server.bench.statistics import speculation_reports
+from server.choice import SpeculationTotals
 from tools.fetch_model import resolve
 from tools.server_process import exit_on_sigterm
 
@@ -45,17 +48,22 @@ class Options:
         write_result(result, self.output)
         for comparison in result.comparisons:
             print(describe(comparison))
+        for case, reports in result.speculation.items():
+            for report in reports:
+                print(f"{case}: {describe_speculation(report)}")
         for series in result.series:
             print(f"{series.name}: {series.y[0]:.6g} {series.unit} at first, {series.y[-1]:.6g} at the end")
         print(f"wrote {self.output}")
 
 
-def parse_options(name: str, description: str | None) -> Options:
-    """Read the command line; the default model is SmolLM2, fetched when it is missing."""
+def option_parser(
+    name: str, description: str | None, default_model: str = "smollm2"
+) -> argparse.ArgumentParser:
+    """The options of every benchmark; one that has more adds them. A known model is fetched when it is missing."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
     parser.add_argument("--quick", action="store_true", help="fewer tokens and cases; still at least 7 pairs")
     parser.add_argument(
-        "--model", default="smollm2", help="a known model or a GGUF file; default: %(default)s"
+        "--model", default=default_model, help="a known model or a GGUF file; default: %(default)s"
     )
     parser.add_argument(
         "--pairs", type=int, default=MIN_PAIRS, help="A B pairs, at least 7; default: %(default)s"
@@ -64,7 +72,11 @@ def parse_options(name: str, description: str | None) -> Options:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=RESULTS / f"{name}.json")
-    arguments = parser.parse_args()
+    return parser
+
+
+def read_options(parser: argparse.ArgumentParser, name: str, arguments: argparse.Namespace) -> Options:
+    """What `arguments`, parsed by `parser`, say of the common options."""
     if arguments.pairs < MIN_PAIRS:
         parser.error(f"--pairs: got {arguments.pairs}, expected at least {MIN_PAIRS}")
     return Options(
@@ -122,6 +134,23 @@ def describe(comparison: Comparison) -> str:
     )
 
 
+def speculation_by_method(observations: Iterable[SpecObservation]) -> list[SpeculationReport]:
+    """Acceptance length and rates of the verifications of any number of requests."""
+    totals: dict[str, SpeculationTotals] = {}
+    for observation in observations:
+        totals.setdefault(observation.method, SpeculationTotals()).add(observation)
+    return speculation_reports([total.to_proto() for total in totals.values()])
+
+
+def describe_speculation(report: SpeculationReport) -> str:
+    """One line for people."""
+    rates = " ".join(f"{rate:.2f}" for rate in report.acceptance_rate_by_position)
+    return (
+        f"{report.method}, acceptance length {report.acceptance_length:.2f} in {report.verifications} verifications; "
+        f"accepted by position {rates}"
+    )
+
+
 def random_prompt(length: int, vocab_size: int, *seed: int) -> list[int]:
     """Random token ids; another seed, another prompt."""
     ids: list[int] = np.random.default_rng(seed).integers(0, vocab_size, size=length).tolist()
@@ -131,7 +160,13 @@ def random_prompt(length: int, vocab_size: int, *seed: int) -> list[int]:
 def run(
     benchmark: Callable[[Options], Coroutine[Any, Any, BenchResult]], name: str, description: str | None
 ) -> None:
-    """The main function of every benchmark module."""
-    options = parse_options(name, description)
+    """The main function of a benchmark without options of its own."""
+    parser = option_parser(name, description)
+    options = read_options(parser, name, parser.parse_args())
+    run_and_write(options, benchmark(options))
+
+
+def run_and_write(options: Options, benchmark: Coroutine[Any, Any, BenchResult]) -> None:
+    """Run it to its end and write its result."""
     exit_on_sigterm()
-    options.write(asyncio.run(benchmark(options)))
+    options.write(asyncio.run(benchmark))

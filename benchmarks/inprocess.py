@@ -1,9 +1,9 @@
-"""An engine in this process and one greedy stream of it: what is measured without server and network."""
+"""An engine in this process and one stream of it: what is measured without server and network."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -13,11 +13,19 @@ from engine.client.inproc import InprocEngineClient
 from engine.config import engine_config
 from engine.messages import AddRequest
 from engine.params import SamplingParams
+from engine.stats import SpecObservation
 
 
 @asynccontextmanager
-async def engine(options: Options, dtype: str = "auto", **scheduler: int) -> AsyncIterator[EngineClient]:
-    """A started engine without speculation and without prefix cache (repeated prompts would hit it)."""
+async def engine(
+    options: Options,
+    dtype: str = "auto",
+    *,
+    speculators: Sequence[Mapping[str, object]] = (),
+    max_model_len: int | None = None,
+    **scheduler: int,
+) -> AsyncIterator[EngineClient]:
+    """A started engine without prefix cache (repeated prompts would hit it)."""
     client = InprocEngineClient(
         engine_config(
             model={"model": options.model, "dtype": dtype},
@@ -25,6 +33,8 @@ async def engine(options: Options, dtype: str = "auto", **scheduler: int) -> Asy
             num_threads=options.num_threads,
             cache={"enable_prefix_cache": False},
             scheduler=scheduler,
+            speculators=speculators,
+            max_model_len=max_model_len,
         )
     )
     await client.start()
@@ -36,15 +46,48 @@ async def engine(options: Options, dtype: str = "auto", **scheduler: int) -> Asy
 
 @dataclass(frozen=True)
 class Streamed:
-    """When the tokens of one request came. Seconds of time.perf_counter()."""
+    """What one request brought, and when its tokens came. Seconds of time.perf_counter()."""
 
+    token_ids: list[int]
     first_at: float
     last_at: float
-    num_tokens: int
+    observations: list[SpecObservation]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def decode_seconds(self) -> float:
+        """First token to last: prompt processing does not count."""
+        return self.last_at - self.first_at
 
     @property
     def time_per_output_token(self) -> float:
-        return (self.last_at - self.first_at) / (self.num_tokens - 1)
+        return self.decode_seconds / (self.num_tokens - 1)
+
+
+async def stream(client: EngineClient, request: AddRequest) -> Streamed:
+    """Read one request to its end."""
+    opened = client.submit(request)
+    first_at = last_at = 0.0
+    token_ids: list[int] = []
+    observations: list[SpecObservation] = []
+    try:
+        finished = False
+        while not finished:
+            output = await opened.next()
+            if output.token_ids:
+                last_at = time.perf_counter()
+                first_at = first_at or last_at
+            token_ids += output.token_ids
+            observations += output.spec
+            if output.finish is not None:
+                assert output.finish.reason in ("stop", "length"), output.finish
+                finished = True
+    finally:
+        opened.close()
+    return Streamed(token_ids=token_ids, first_at=first_at, last_at=last_at, observations=observations)
 
 
 async def stream_greedy(
@@ -52,19 +95,6 @@ async def stream_greedy(
 ) -> Streamed:
     """Generate exactly `num_tokens` (at least 2) tokens, greedily."""
     params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
-    stream = client.submit(AddRequest(request_id=request_id, prompt_token_ids=prompt, params=params))
-    first_at = last_at = 0.0
-    count = 0
-    try:
-        finished = False
-        while not finished:
-            output = await stream.next()
-            if output.token_ids:
-                last_at = time.perf_counter()
-                first_at = first_at or last_at
-                count += len(output.token_ids)
-            finished = output.finish is not None
-    finally:
-        stream.close()
-    assert count == num_tokens, f"got {count} tokens, expected {num_tokens}"
-    return Streamed(first_at=first_at, last_at=last_at, num_tokens=count)
+    streamed = await stream(client, AddRequest(request_id=request_id, prompt_token_ids=prompt, params=params))
+    assert streamed.num_tokens == num_tokens, f"got {streamed.num_tokens} tokens, expected {num_tokens}"
+    return streamed

