@@ -1,0 +1,97 @@
+{{/* Where the model comes from: what the server is told, and which volumes that takes. */}}
+
+{{- define "slipstream.cacheDir" -}}/var/cache/slipstream{{- end -}}
+
+{{/* `model`, as the server understands it: a path or a hub id. */}}
+{{- define "slipstream.model" -}}
+{{- with .Values.model -}}
+{{- if eq .source "known" -}}
+{{ include "slipstream.cacheDir" $ }}/model.gguf
+{{- else if eq .source "hub" -}}
+{{ .hub.id }}
+{{- else if eq .source "volume" -}}
+/models/{{ .volume.path | trimPrefix "/" }}
+{{- else if .image.reference -}}
+/models/{{ .image.path | trimPrefix "/" }}
+{{- else -}}
+{{ .image.path }}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "slipstream.servedName" -}}
+{{- with .Values.model -}}
+{{- if .servedName -}}
+{{ .servedName }}
+{{- else if eq .source "known" -}}
+{{ .known.name }}
+{{- else -}}
+{{ include "slipstream.model" $ | base }}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Volumes of the model and the cache; mounts below must match. */}}
+{{- define "slipstream.modelVolumes" -}}
+- name: cache
+{{- if .Values.cache.existingClaim }}
+  persistentVolumeClaim:
+    claimName: {{ .Values.cache.existingClaim }}
+{{- else }}
+  emptyDir:
+    sizeLimit: {{ .Values.cache.sizeLimit }}
+{{- end }}
+{{- if eq .Values.model.source "volume" }}
+- name: model
+  persistentVolumeClaim:
+    claimName: {{ .Values.model.volume.existingClaim }}
+    readOnly: true
+{{- else if and (eq .Values.model.source "image") .Values.model.image.reference }}
+- name: model
+  image:
+    reference: {{ .Values.model.image.reference }}
+    pullPolicy: {{ .Values.model.image.pullPolicy }}
+{{- end }}
+{{- end -}}
+
+{{- define "slipstream.modelMounts" -}}
+- name: cache
+  mountPath: {{ include "slipstream.cacheDir" . }}
+{{- if or (eq .Values.model.source "volume") (and (eq .Values.model.source "image") .Values.model.image.reference) }}
+- name: model
+  mountPath: /models
+  readOnly: true
+{{- end }}
+{{- end -}}
+
+{{/* Fetches a known model into the cache, where it keeps its own name, and links it as model.gguf. */}}
+{{- define "slipstream.fetchContainer" -}}
+- name: fetch-model
+  image: {{ include "slipstream.image" . }}
+  imagePullPolicy: {{ .Values.image.pullPolicy }}
+  command: ["sh", "-ec"]
+  args:
+    - |
+      path=$(python3 -m tools.fetch_model "$MODEL")
+      ln -sfn "$path" "$SLIPSTREAM_CACHE/model.gguf"
+  env:
+    - name: MODEL
+      value: {{ .Values.model.known.name }}
+    - name: SLIPSTREAM_CACHE
+      value: {{ include "slipstream.cacheDir" . }}
+    {{- with .Values.extraEnv }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  {{- with .Values.extraEnvFrom }}
+  envFrom: {{- toYaml . | nindent 4 }}
+  {{- end }}
+  securityContext: {{- toYaml .Values.securityContext | nindent 4 }}
+  resources:
+    requests: {cpu: 100m, memory: 256Mi}
+    limits: {cpu: "1", memory: 512Mi}
+  volumeMounts:
+    - name: cache
+      mountPath: {{ include "slipstream.cacheDir" . }}
+    - name: tmp
+      mountPath: /tmp
+{{- end -}}

@@ -1,0 +1,1 @@
+"""The Grafana dashboards as code; `python -m tools.dashboards` writes deploy/grafana/dashboards/*.json."""
