@@ -1,8 +1,8 @@
 """Registered draft methods on a real model, SmolLM2 in float32: the tokens of plain decoding.
 
 Matrix products are not bit-equal across row counts there, so a near-tie could decide; a mismatch prints how far the two
-largest logits were apart. Heads are not fitted to a model of this size: methods without a checkpoint, and, in the long
-form, the model as its own drafter.
+largest logits were apart. In the long form also the model as its own drafter, and EAGLE heads that are fitted to it for
+some steps on the very texts.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from tests.support.engine_harness import Harness, Result, request
 from tests.support.gguf_reference import load_gguf_reference
 from tests.support.prompts import PROMPTS
 from tests.support.smollm2 import smollm2_gguf
+from tests.support.tiny_heads import HeadTarget, make_tiny_head
 
 CPU = torch.device("cpu")
 K = 4
@@ -121,3 +122,24 @@ def test_every_method_without_training_writes_the_plain_text(
             sum(getattr(item, name) for item in seen) for name in ("num_accepted", "num_drafted")
         )
         assert accepted >= 0.95 * drafted, "the model does not agree with itself"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+def test_fitted_heads_write_the_plain_text(
+    smollm2: SmolLM2, method: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    num_prompts, max_tokens = 12, 48
+    plain = smollm2.expected("greedy", num_prompts, max_tokens)
+    sequences = [
+        [*prompt, *plain[f"r{index}"].token_ids] for index, prompt in enumerate(smollm2.prompts[:num_prompts])
+    ]
+    folder = tmp_path_factory.mktemp(method)
+    target = HeadTarget(load_gguf_reference(smollm2_gguf()))
+    make_tiny_head(folder, method, target, sequences, steps=72, learning_rate=1e-3, std=0.02)
+    config = SpeculatorConfig(method=method, model=str(folder), k=K)
+    for setting in SETTINGS:
+        results = check(smollm2, config, setting, num_prompts, max_tokens)
+        if setting == "greedy":
+            accepted = {item.num_accepted for result in results for item in result.spec}
+            assert {0, K} < accepted, f"got runs of {accepted} accepted drafts, expected none, some and all"

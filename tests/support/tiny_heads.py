@@ -1,4 +1,4 @@
-"""Tiny EAGLE and EAGLE-3 heads, fitted for a few steps to their tiny target, and what they compute by definition.
+"""EAGLE and EAGLE-3 heads, fitted for a few steps to their small target, and what they compute by definition.
 
 The reference runs over a whole sequence at once, without cache, engine or our layers: dictionaries of tensors and
 matrix products. It is differentiable, so the same code fits the heads and checks the speculators.
@@ -33,17 +33,18 @@ class TargetRun:
     aux: tuple[torch.Tensor, ...]  # inputs of layers 2, L // 2, L - 3: [T, D] each
 
 
-class TinyTarget:
-    """The target as transformers computes it."""
+class HeadTarget:
+    """A Llama as transformers computes it."""
 
-    def __init__(self, path: Path) -> None:
-        self.model: Any = AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval()
+    def __init__(self, model: Any) -> None:
+        self.model = model
         self.config = self.model.config
         for module in self.model.modules():
             if type(module).__name__ == "LlamaRMSNorm":  # it computes in float32 whatever the dtype
                 module.forward = partial(_norm, weight=module.weight, eps=module.variance_epsilon)
         self.embedding: torch.Tensor = self.model.get_input_embeddings().weight.detach()
         self.head: torch.Tensor = self.model.get_output_embeddings().weight.detach()
+        self.dtype = self.embedding.dtype
 
     @torch.no_grad()
     def run(self, token_ids: torch.Tensor) -> TargetRun:
@@ -52,6 +53,13 @@ class TinyTarget:
         layers = (2, num_layers // 2, num_layers - 3)
         hidden = [states[0] for states in output.hidden_states]
         return TargetRun(token_ids, output.logits[0], hidden[-1], tuple(hidden[layer] for layer in layers))
+
+
+class TinyTarget(HeadTarget):
+    """Of a checkpoint."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval())
 
 
 @dataclass(frozen=True)
@@ -65,7 +73,7 @@ class HeadRows:
 class HeadReference(ABC):
     """A head over a whole sequence, by its definition."""
 
-    def __init__(self, weights: Weights, target: TinyTarget) -> None:
+    def __init__(self, weights: Weights, target: HeadTarget) -> None:
         self.weights = weights
         self.target = target
 
@@ -134,17 +142,26 @@ REFERENCES: Mapping[str, type[HeadReference]] = {"eagle": EagleReference, "eagle
 
 
 def make_tiny_head(
-    path: Path, method: str, target: TinyTarget, sequences: Sequence[Sequence[int]], *, steps: int = 240
+    path: Path,
+    method: str,
+    target: HeadTarget,
+    sequences: Sequence[Sequence[int]],
+    *,
+    steps: int = 240,
+    learning_rate: float = 1e-2,
+    std: float = 0.1,
 ) -> HeadReference:
     """Fit a head to what the target says along `sequences` (too few steps to learn all of it), and save it under the
-    names that released heads use."""
+    names that released heads use. `std`: of the random weights that it begins with."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        weights = _eagle_weights(target) if method == "eagle" else _eagle3_weights(target, sequences)
+        weights = (
+            _eagle_weights(target, std) if method == "eagle" else _eagle3_weights(target, sequences, std)
+        )
     reference = REFERENCES[method](weights, target)
     runs = [target.run(torch.tensor(sequence)) for sequence in sequences]
     trained = [weight.requires_grad_() for weight in weights.values() if weight.is_floating_point()]
-    optimiser = torch.optim.Adam(trained, lr=1e-2)
+    optimiser = torch.optim.Adam(trained, lr=learning_rate)
     for step in range(steps):
         run = runs[step % len(runs)]
         logits = reference.over(run).logits
@@ -161,7 +178,7 @@ def make_tiny_head(
     return REFERENCES[method](weights, target)
 
 
-def head_config(method: str, target: TinyTarget) -> dict[str, Any]:
+def head_config(method: str, target: HeadTarget) -> dict[str, Any]:
     """config.json of a head."""
     config: dict[str, Any] = target.config.to_dict() | {"num_hidden_layers": 1, "tie_word_embeddings": False}
     if method == "eagle3":
@@ -169,28 +186,30 @@ def head_config(method: str, target: TinyTarget) -> dict[str, Any]:
     return config
 
 
-def _eagle_weights(target: TinyTarget) -> dict[str, torch.Tensor]:
+def _eagle_weights(target: HeadTarget, std: float) -> dict[str, torch.Tensor]:
     size = target.config.hidden_size
-    fc = torch.cat((torch.zeros(size, size), torch.eye(size)), dim=1).double()
+    fc = torch.cat((torch.zeros(size, size), torch.eye(size)), dim=1).to(target.dtype)
     return {
         "fc.weight": fc + 0.02 * torch.randn_like(fc),
-        "fc.bias": torch.zeros(size, dtype=torch.float64),
-        **_block_weights(target, "layers.0.", size),
+        "fc.bias": torch.zeros(size, dtype=target.dtype),
+        **_block_weights(target, "layers.0.", size, std),
     }
 
 
-def _eagle3_weights(target: TinyTarget, sequences: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
+def _eagle3_weights(
+    target: HeadTarget, sequences: Sequence[Sequence[int]], std: float
+) -> dict[str, torch.Tensor]:
     """The draft vocabulary is what the sequences use most, as in released heads."""
     size = target.config.hidden_size
     used = torch.tensor([token for sequence in sequences for token in sequence])
     counts = used.bincount(minlength=target.config.vocab_size)
     chosen = counts.argsort(descending=True, stable=True)[:DRAFT_VOCAB_SIZE].sort().values
-    ones = torch.ones(size, dtype=torch.float64)
+    ones = torch.ones(size, dtype=target.dtype)
     return {
-        "fc.weight": 0.1 * torch.randn(size, 3 * size, dtype=torch.float64),
+        "fc.weight": std * torch.randn(size, 3 * size, dtype=target.dtype),
         "midlayer.input_layernorm.weight": ones.clone(),
         "midlayer.hidden_norm.weight": ones.clone(),
-        **_block_weights(target, "midlayer.", 2 * size),
+        **_block_weights(target, "midlayer.", 2 * size, std),
         "norm.weight": ones.clone(),
         "lm_head.weight": target.head[chosen].clone(),
         "d2t": chosen - torch.arange(DRAFT_VOCAB_SIZE),
@@ -198,7 +217,9 @@ def _eagle3_weights(target: TinyTarget, sequences: Sequence[Sequence[int]]) -> d
     }
 
 
-def _block_weights(target: TinyTarget, prefix: str, attention_in: int) -> dict[str, torch.Tensor]:
+def _block_weights(
+    target: HeadTarget, prefix: str, attention_in: int, std: float
+) -> dict[str, torch.Tensor]:
     config = target.config
     size, head_size = config.hidden_size, config.hidden_size // config.num_attention_heads
     query, kv = config.num_attention_heads * head_size, config.num_key_value_heads * head_size
@@ -212,10 +233,10 @@ def _block_weights(target: TinyTarget, prefix: str, attention_in: int) -> dict[s
         "mlp.down_proj": (size, config.intermediate_size),
     }
     weights = {
-        f"{prefix}{name}.weight": 0.1 * torch.randn(shape, dtype=torch.float64)
+        f"{prefix}{name}.weight": std * torch.randn(shape, dtype=target.dtype)
         for name, shape in shapes.items()
     }
-    weights[f"{prefix}post_attention_layernorm.weight"] = torch.ones(size, dtype=torch.float64)
+    weights[f"{prefix}post_attention_layernorm.weight"] = torch.ones(size, dtype=target.dtype)
     return weights
 
 
