@@ -217,9 +217,7 @@ def _eagle3_weights(
     }
 
 
-def _block_weights(
-    target: HeadTarget, prefix: str, attention_in: int, std: float
-) -> dict[str, torch.Tensor]:
+def _block_weights(target: HeadTarget, prefix: str, attention_in: int, std: float) -> dict[str, torch.Tensor]:
     config = target.config
     size, head_size = config.hidden_size, config.hidden_size // config.num_attention_heads
     query, kv = config.num_attention_heads * head_size, config.num_key_value_heads * head_size
