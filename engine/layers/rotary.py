@@ -16,6 +16,8 @@ from torch import nn
 from engine.errors import CheckpointError
 from engine.registry import Registry
 
+Rotation = tuple[torch.Tensor, torch.Tensor]  # cosines, signed sines: [num_tokens, 1, head_size] each
+
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:

@@ -16,10 +16,10 @@ from engine.attention.backend import AttentionContext
 from engine.errors import CheckpointError
 from engine.kv_spec import KVGroupSpec
 from engine.layers.linear import Linear
-from engine.layers.rotary import RotaryEmbedding
+from engine.layers.rotary import RotaryEmbedding, Rotation
 from engine.models.base import CausalLM
 from engine.models.decoder_config import DecoderConfig
-from engine.models.llama import DecoderLayer, Rotation
+from engine.models.llama import DecoderLayer
 from engine.models.weights import load_strict
 
 

@@ -19,11 +19,11 @@ from engine.kv_spec import KVGroupSpec
 from engine.layers.embedding import TokenEmbedding
 from engine.layers.linear import Linear
 from engine.layers.norm import RMSNorm
-from engine.layers.rotary import RotaryEmbedding
+from engine.layers.rotary import RotaryEmbedding, Rotation
 from engine.models.base import CausalLM
 from engine.models.decoder_config import DecoderConfig
 from engine.models.eagle import check_fits_target, llama_kv_group
-from engine.models.llama import DecoderLayer, Rotation, SelfAttention
+from engine.models.llama import DecoderLayer, SelfAttention
 from engine.models.weights import load_strict
 
 IGNORED_TENSORS = ("t2d", "embed_tokens.weight")  # t2d serves training; the embedding is the target's

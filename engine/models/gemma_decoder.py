@@ -18,11 +18,11 @@ from engine.kv_spec import KVGroupSpec
 from engine.layers.embedding import TokenEmbedding
 from engine.layers.linear import Linear
 from engine.layers.norm import GemmaRMSNorm
-from engine.layers.rotary import RotaryEmbedding
+from engine.layers.rotary import RotaryEmbedding, Rotation
 from engine.models.base import CausalLM
 from engine.models.gemma_checkpoint import gemma_tensors
 from engine.models.gemma_config import FULL, SLIDING, GemmaConfig, GemmaLayerConfig
-from engine.models.gemma_layers import GemmaDecoderLayer, Rotation
+from engine.models.gemma_layers import GemmaDecoderLayer
 from engine.models.weights import load_strict
 
 _GROUP_NAMES = {FULL: "full", SLIDING: "sliding"}

@@ -17,10 +17,9 @@ from engine.layers.attention import Attention
 from engine.layers.linear import Linear
 from engine.layers.mlp import GatedMLP
 from engine.layers.norm import GemmaRMSNorm, normalise
+from engine.layers.rotary import Rotation
 from engine.models.gemma4_experts import GemmaExperts
 from engine.models.gemma_config import GemmaConfig, GemmaLayerConfig
-
-Rotation = tuple[torch.Tensor, torch.Tensor]  # cosines, signed sines: [num_tokens, 1, head_size] each
 
 
 class GemmaAttention(nn.Module):

@@ -20,12 +20,10 @@ from engine.layers.embedding import TokenEmbedding
 from engine.layers.linear import Linear
 from engine.layers.mlp import GatedMLP
 from engine.layers.norm import RMSNorm
-from engine.layers.rotary import RotaryEmbedding
+from engine.layers.rotary import RotaryEmbedding, Rotation
 from engine.models.base import CausalLM
 from engine.models.decoder_config import DecoderConfig
 from engine.models.weights import load_strict
-
-Rotation = tuple[torch.Tensor, torch.Tensor]  # cosines, signed sines: [num_tokens, 1, head_size] each
 
 
 class SelfAttention(nn.Module):
