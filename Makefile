@@ -1,25 +1,27 @@
 # The commands of the project; `make` lists them. Everything runs in .venv, which is made on first use.
 
 PYTHON ?= python3
-MODEL ?= smollm2
+MODEL ?=
 # What the protocol must stay compatible with.
 PROTO_BASE ?= HEAD
 
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# In an environment of its own: it pins old versions of packages that others need.
+CHECKOV := .cache/checkov/bin/checkov
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-full check bench protos clean
+.PHONY: help demo serve test test-full check scan bench protos clean
 
 help:  ## List these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(INSTALLED)  ## Fetch a small model, serve it, stream one generation over gRPC (MODEL=...)
-	@$(BIN)/python -m tools.demo --model '$(MODEL)'
+demo: $(INSTALLED)  ## Serve SmolLM2, stream a generation over gRPC, compare draft methods (MODEL=..., ARGS="--speculator ...")
+	@$(BIN)/python -m tools.demo --model '$(or $(MODEL),smollm2)' $(ARGS)
 
 serve: $(INSTALLED)  ## Serve a model in the foreground (MODEL=..., ARGS="--port 50051 ...")
-	@model=$$($(BIN)/python -m tools.fetch_model '$(MODEL)') && exec $(BIN)/slipstream serve --model "$$model" $(ARGS)
+	@model=$$($(BIN)/python -m tools.fetch_model '$(or $(MODEL),smollm2)') && exec $(BIN)/slipstream serve --model "$$model" $(ARGS)
 
 test: $(INSTALLED)  ## Run the tests, without the long form of the matrices
 	$(BIN)/pytest -q -m 'not full'
@@ -36,6 +38,13 @@ check: $(INSTALLED)  ## Formatting, lint, types, import order, protocol, generat
 	$(BIN)/buf lint
 	@! git cat-file -e '$(PROTO_BASE):protos' 2>/dev/null || $(BIN)/buf breaking --against '.git#ref=$(PROTO_BASE)'
 	$(BIN)/python -m tools.protos --check
+
+scan: $(INSTALLED) $(CHECKOV)  ## Scan the rendered chart and the Dockerfile for insecure settings (checkov)
+	rm -rf build/manifests
+	$(BIN)/python -m tools.render_chart build/manifests
+	cp deploy/envoy/kubernetes.yaml build/manifests/envoy.yaml
+	$(CHECKOV) --config-file deploy/checkov.yaml --framework kubernetes --directory build/manifests
+	$(CHECKOV) --config-file deploy/checkov.yaml --framework dockerfile --file Dockerfile
 
 bench: $(INSTALLED)  ## Run the quick form of every benchmark, write benchmarks/results/*.json
 	$(BIN)/python -m benchmarks --quick
@@ -54,3 +63,7 @@ $(INSTALLED): pyproject.toml
 	  echo "Python's venv module is missing or incomplete (on Debian and Ubuntu: apt install python3-venv)." >&2; exit 1; }
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet -e '.[dev]'
 	@touch $@
+
+$(CHECKOV):
+	$(PYTHON) -m venv .cache/checkov
+	.cache/checkov/bin/pip install --disable-pip-version-check --quiet 'checkov>=3.2,<4'

@@ -6,20 +6,18 @@ The one place that knows all of them; nothing here runs after start-up.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 import torch
 from tokenizers import Tokenizer
 
-from engine.attention.backend import AttentionBackend
 from engine.attention.metadata import LayerKVCache
 from engine.attention.registry import make_attention_backend
 from engine.batch.block_tables import BlockTables
 from engine.checkpoint.tokenizer_files import tokenizer_json
 from engine.config import EngineConfig
-from engine.cudagraph import CudaRecorder, Recorder
 from engine.draft_method import DraftMethod
 from engine.errors import ConfigError
 from engine.executor import Executor, SingleExecutor
@@ -33,15 +31,19 @@ from engine.sampling.ratio_rule import RatioRule
 from engine.sampling.synthetic_rule import SyntheticRule
 from engine.sampling.verification_rule import CoupledRule, VerificationRule
 from engine.scheduler.adaptive_policy import AdaptiveDraftPolicy
+from engine.scheduler.adjustable_policy import AdjustableDraftPolicy
+from engine.scheduler.grammars import make_grammars
 from engine.scheduler.host_drafts import HostDrafts
+from engine.scheduler.replays import Replays
 from engine.scheduler.scheduler import Scheduler
 from engine.spec_decode.autoregressive import DraftModelSpeculator
 from engine.spec_decode.host import HostSpeculator
 from engine.spec_decode.registry import Speculator, init_speculator
+from engine.spec_decode.replay import LookupMethod, LookupReplay
 from engine.spec_decode.speculator import BaseSpeculator, DraftContext
 from engine.spec_decode.speculator_set import SpeculatorSet
 from engine.text.incremental_decoder import IncrementalDecoder, load_tokenizer
-from engine.worker.graphs import TargetGraphManager
+from engine.worker.graph_setup import init_graphs, make_captures, with_graphs
 from engine.worker.memory import allocate_caches, choose_num_blocks
 from engine.worker.model_runner import ModelRunner
 from engine.worker.target import EagerTarget
@@ -53,6 +55,7 @@ class EngineParts:
 
     scheduler: Scheduler
     executor: Executor
+    draft_policy: AdjustableDraftPolicy
     model_info: ModelInfo
 
 
@@ -105,7 +108,9 @@ def assemble(
         speculators = {item.method: init_speculator(item, loaded, device) for item in config.speculators}
     on_device = {name: item for name, item in speculators.items() if isinstance(item, BaseSpeculator)}
     on_host = {name: item for name, item in speculators.items() if isinstance(item, HostSpeculator)}
-    methods, groups = _plan_groups(config, model, on_device)
+    # Made-up acceptance cannot be found out from the text.
+    lookups = {} if config.synthetic_acceptance is not None else _lookups(speculators)
+    methods, groups = _plan_groups(config, model, on_device, lookups)
     max_model_len = min(config.max_model_len or model.max_position_embeddings, model.max_position_embeddings)
     # Before the KV cache takes its share of what is free: the ratio test keeps whole distributions.
     rule = _make_rule(config, loaded, device)
@@ -129,6 +134,10 @@ def assemble(
     started_at = time.perf_counter()
     runner = _make_runner(config, loaded, model_info, on_device, methods, groups, rule, device)
     model_info.startup_seconds["capture"] = time.perf_counter() - started_at
+    default = config.default_speculator
+    draft_policy = AdjustableDraftPolicy(
+        methods, default, lambda enabled: AdaptiveDraftPolicy(enabled, default)
+    )
     scheduler = Scheduler(
         config=config.scheduler,
         block_size=config.cache.block_size,
@@ -139,11 +148,13 @@ def assemble(
         eos_token_ids=loaded.eos_token_ids,
         max_drafts=config.max_speculative_tokens,
         max_steps_in_flight=depth,
-        draft_policy=AdaptiveDraftPolicy(methods, config.default_speculator),
+        draft_policy=draft_policy,
         host_drafts=HostDrafts(on_host, model.vocab_size),
+        grammars=make_grammars(config, model.vocab_size, loaded.eos_token_ids),
+        replays=Replays(lookups),
         make_cutter=_CutterFactory(config, loaded.eos_token_ids, max_model_len),
     )
-    return EngineParts(scheduler, wrap_executor(SingleExecutor(runner)), model_info)
+    return EngineParts(scheduler, wrap_executor(SingleExecutor(runner)), draft_policy, model_info)
 
 
 def _describe(
@@ -233,10 +244,10 @@ def _make_runner(
         caches=target_caches,
         aux_layers=speculator_set.needs.aux_layers,
     )
-    recorder = _make_recorder(config, backend, device)
+    captures = make_captures(config, backend, device)
     runner = ModelRunner(
         model=loaded.model,
-        target=_with_graphs(config, eager, block_tables, info, recorder) if recorder else eager,
+        target=with_graphs(eager, block_tables, config, info, captures),
         block_tables=block_tables,
         speculators=speculator_set,
         rule=rule,
@@ -245,38 +256,9 @@ def _make_runner(
         max_drafts=config.max_speculative_tokens,
         device=device,
     )
-    if recorder:
-        runner.capture(recorder, eager)
+    if captures:
+        init_graphs(runner, eager, speculator_set, methods, config, info, captures)
     return runner
-
-
-def _make_recorder(config: EngineConfig, backend: AttentionBackend, device: torch.device) -> Recorder | None:
-    """What records graphs, as far as the configuration and the device allow any."""
-    is_possible = device.type == "cuda" and backend.is_capturable
-    if config.cuda_graphs == "full_decode" and not is_possible:
-        raise ConfigError(
-            f"cuda_graphs: got 'full_decode' with the attention backend {config.attention_backend!r} on {device}, "
-            f"expected a backend whose launches can be captured, on CUDA"
-        )
-    return CudaRecorder(device) if config.cuda_graphs != "none" and is_possible else None
-
-
-def _with_graphs(
-    config: EngineConfig, eager: EagerTarget, block_tables: BlockTables, info: ModelInfo, recorder: Recorder
-) -> TargetGraphManager:
-    """The target with the forward pass of its decode steps captured."""
-    manager = TargetGraphManager(
-        eager,
-        block_size=info.block_size,
-        max_blocks=block_tables.max_blocks,
-        max_num_seqs=info.max_num_seqs,
-        max_drafts=config.max_speculative_tokens,
-        device=block_tables.tables[0].device,
-        recorder=recorder,
-    )
-    with torch.inference_mode():
-        manager.capture()
-    return manager
 
 
 def _make_rule(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> VerificationRule:
@@ -290,7 +272,10 @@ def _make_rule(config: EngineConfig, loaded: LoadedModel, device: torch.device) 
 
 
 def _plan_groups(
-    config: EngineConfig, model: CausalLM, on_device: Mapping[str, BaseSpeculator]
+    config: EngineConfig,
+    model: CausalLM,
+    on_device: Mapping[str, BaseSpeculator],
+    replayed: Container[str],
 ) -> tuple[list[DraftMethod], list[KVGroupSpec]]:
     """The loaded methods as the scheduler sees them, and all KV groups: the target's, then a drafter's own."""
     extra_keys = max((speculator.needs.extra_window_keys for speculator in on_device.values()), default=0)
@@ -308,7 +293,11 @@ def _plan_groups(
     for item in config.speculators:
         speculator = on_device.get(item.method)
         if speculator is None:
-            methods.append(DraftMethod(name=item.method, max_drafts=item.k, is_host=True))
+            methods.append(
+                DraftMethod(
+                    name=item.method, max_drafts=item.k, is_host=True, is_replayed=item.method in replayed
+                )
+            )
             continue
         own_groups = speculator.kv_groups()
         methods.append(
@@ -317,11 +306,17 @@ def _plan_groups(
                 max_drafts=item.k,
                 kv_groups=tuple(range(len(groups), len(groups) + len(own_groups))),
                 catch_up=speculator.needs.catch_up,
+                is_replayed=item.method in replayed,
                 max_context=speculator.max_context,
             )
         )
         groups.extend(msgspec.structs.replace(group, is_drafter=True) for group in own_groups)
     return methods, groups
+
+
+def _lookups(speculators: Mapping[str, Speculator]) -> dict[str, Callable[[str], LookupReplay]]:
+    """What begins a replay, by method."""
+    return {name: item.replay for name, item in speculators.items() if isinstance(item, LookupMethod)}
 
 
 class _CutterFactory:

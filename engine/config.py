@@ -10,7 +10,7 @@ from engine.errors import ConfigError
 
 DTypeName = Literal["auto", "float32", "float16", "bfloat16", "float64"]
 VerificationName = Literal["coupled", "ratio"]
-CudaGraphsName = Literal["auto", "none", "full_decode"]
+CudaGraphsName = Literal["auto", "none", "full_decode", "full"]
 
 
 class _Frozen(BaseModel):
@@ -84,8 +84,9 @@ class EngineConfig(_Frozen):
     max_steps_in_flight: Literal[1, 2] | None = None  # None: 2 where launches are asynchronous, else 1
     attention_backend: str = "auto"
     cuda_graphs: CudaGraphsName = "auto"
-    """full_decode: steps that only decode replay the target's forward pass; auto: that, where it is possible."""
+    """full_decode: steps that only decode are replayed; full: steps with prompt chunks too; auto: full, if possible."""
     num_threads: int | None = Field(default=None, ge=1)  # CPU only; None: torch's choice
+    profile_directory: str | None = None  # where traces of steps may be written; None: nowhere
     draft_policy: str = "auto"
     """What a request gets that names no draft method: "auto", "first" (of those loaded), "none", or a loaded method."""
     verification: VerificationName = "coupled"

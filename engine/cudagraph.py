@@ -1,35 +1,32 @@
-"""CUDA graphs: which batch shapes are captured, and how a batch finds the graph that it can replay.
+"""CUDA graphs: which batch shapes are captured, when, and how a batch finds the graph that it can replay.
 
 A graph replays launches with the pointers that it was captured with. So what it computes stands between static
 buffers, and nothing that was read on the host at capture may differ at replay: a manager's descriptor holds all of it.
 Managers say what runs; recording is a function that is passed in, so that buffers and padding are tested without a GPU.
+
+Capturing takes as long as several steps. A few shapes are captured before the engine is ready; the others when nothing
+else is to be done, and those that a batch asked for between two steps, at most one a second.
 """
 
 from __future__ import annotations
 
+import logging
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
+logger = logging.getLogger(__name__)
+
 Recorder = Callable[[Callable[[], None]], Callable[[], None]]  # what runs -> what replays it
-
-
-@dataclass(frozen=True, order=True)
-class BatchDescriptor:
-    """The shape of a captured batch. A smaller batch is padded: requests of length 0, tokens that store nothing."""
-
-    num_tokens: int
-    num_reqs: int
-    max_query_len: int
-
-    def fits(self, num_tokens: int, num_reqs: int, max_query_len: int) -> bool:
-        return (
-            num_tokens <= self.num_tokens
-            and num_reqs <= self.num_reqs
-            and max_query_len <= self.max_query_len
-        )
+SECONDS_BETWEEN_CAPTURES = 1.0  # while requests run: each one delays a step
+MAX_GRAPH_CONTEXT = 16384  # tokens; what a kernel reserves for the parts of a split context grows with it
+MAX_CHUNK_TOKENS = 1024  # of a step with prompt chunks; beyond, launching is no longer what takes the time
+SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 
 
 class CudaRecorder:
@@ -51,47 +48,166 @@ class CudaRecorder:
         return replay
 
 
-class CudaGraphManager(ABC):
+class ShapeDescriptor(Protocol):
+    """All that the host knows of a captured batch. Hashable; a larger one may stand in for a smaller one."""
+
+    def covers(self, needed: Any) -> bool:
+        """Can a batch of the needed shape run padded to this one?"""
+
+    @property
+    def cost(self) -> tuple[int, ...]:
+        """Orders shapes by how long they run."""
+
+
+D = TypeVar("D", bound=ShapeDescriptor)
+
+
+class CudaGraphManager(ABC, Generic[D]):
     """Owns the graphs of one kind of forward pass."""
 
-    def __init__(self, descriptors: Iterable[BatchDescriptor], recorder: Recorder) -> None:
-        self._descriptors = sorted(descriptors)
-        self._recorder = recorder
-        self._replays: dict[BatchDescriptor, Callable[[], None]] = {}
+    def __init__(self, captures: CaptureQueue) -> None:
+        self._captures = captures
+        self._replays: dict[D, Callable[[], None]] = {}
+        self._choices: dict[D, D | None] = {}  # needed -> the best that is captured
 
     @abstractmethod
-    def run(self, descriptor: BatchDescriptor) -> None:
-        """The forward pass over the static buffers, at this shape; leaves its outputs where `replay` finds them."""
+    def run(self, descriptor: D) -> None:
+        """The forward pass over the static buffers, at this shape; leaves its outputs where the caller finds them."""
 
-    def capture(self) -> None:
-        """Record all shapes, the smallest first."""
-        for descriptor in self._descriptors:
-            self._replays[descriptor] = self._recorder(lambda shape=descriptor: self.run(shape))  # type: ignore[misc]
+    def prepare(self, descriptor: D) -> None:
+        """Make the static buffers harmless to run on: a capture runs the pass once before it records it."""
 
-    def dispatch(self, num_tokens: int, num_reqs: int, max_query_len: int) -> BatchDescriptor | None:
-        """The smallest captured shape that holds the batch; None: it has to run without a graph."""
-        for descriptor in self._descriptors:
-            if descriptor.fits(num_tokens, num_reqs, max_query_len) and descriptor in self._replays:
-                return descriptor
-        return None
+    def capture(self, descriptor: D, recorder: Recorder) -> None:
+        """Record this shape; no step of the device reads the static buffers meanwhile."""
+        self.prepare(descriptor)
+        self._replays[descriptor] = recorder(lambda: self.run(descriptor))
+        self._choices.clear()
 
-    def replay(self, descriptor: BatchDescriptor) -> None:
+    def dispatch(self, needed: D) -> D | None:
+        """The cheapest captured shape that covers the needed one; None: the batch has to run without a graph.
+
+        A shape that is not captured itself is asked for.
+        """
+        if needed not in self._replays:
+            self._captures.ask(self, needed)
+        if needed not in self._choices:
+            covering = [descriptor for descriptor in self._replays if descriptor.covers(needed)]
+            self._choices[needed] = min(covering, key=lambda descriptor: descriptor.cost, default=None)
+        return self._choices[needed]
+
+    def replay(self, descriptor: D) -> None:
         """Run a captured shape on what the static buffers hold now."""
         self._replays[descriptor]()
 
 
-def decode_descriptors(max_num_seqs: int, max_drafts: int) -> list[BatchDescriptor]:
-    """Shapes of batches that only decode: 1, 2, 4, 8 and every further multiple of 8 up to 32, then powers of two with
-    their halves between, with and without drafts.
+class CaptureQueue:
+    """What is still to be captured, of all managers. Not thread-safe."""
 
-    Example, 4 requests, no drafts: 1, 2 and 4 tokens.
-    """
-    shapes = []
-    for query_len in {1, 1 + max_drafts}:
-        limit = max_num_seqs * query_len
-        sizes = [size for size in _SIZES if size < limit] + [limit]
-        shapes += [BatchDescriptor(size, min(size, max_num_seqs), query_len) for size in sizes]
-    return shapes
+    def __init__(self, recorder: Recorder, clock: Callable[[], float] = time.monotonic) -> None:
+        self._recorder = recorder
+        self._clock = clock
+        self._captured_at = float("-inf")
+        self._asked: deque[tuple[CudaGraphManager[Any], Any]] = deque()
+        self._planned: deque[tuple[CudaGraphManager[Any], Any]] = deque()
+        self._known: set[tuple[int, Any]] = set()  # asked for, captured, or found impossible
+
+    def plan(self, manager: CudaGraphManager[D], descriptors: Iterable[D]) -> None:
+        """Capture these, in this order, when there is nothing else to do."""
+        self._planned.extend((manager, descriptor) for descriptor in descriptors)
+
+    def ask(self, manager: CudaGraphManager[D], descriptor: D) -> None:
+        """A batch would have used this shape."""
+        key = (id(manager), descriptor)
+        if key not in self._known:
+            self._known.add(key)
+            self._asked.append((manager, descriptor))
+
+    def capture_asked(self) -> bool:
+        """Between two steps: one shape that was asked for, if the last capture is long enough ago. False: none."""
+        if not self._asked or self._clock() - self._captured_at < SECONDS_BETWEEN_CAPTURES:
+            return False
+        self._capture(*self._asked.popleft())
+        return True
+
+    def capture_next(self) -> bool:
+        """While nothing runs: one shape. False: none is left."""
+        if self._asked:
+            self._capture(*self._asked.popleft())
+            return True
+        while self._planned:
+            manager, descriptor = self._planned.popleft()
+            if (id(manager), descriptor) not in self._known:
+                self._known.add((id(manager), descriptor))
+                self._capture(manager, descriptor)
+                return True
+        return False
+
+    def _capture(self, manager: CudaGraphManager[D], descriptor: D) -> None:
+        try:
+            with torch.inference_mode():
+                manager.capture(descriptor, self._recorder)
+        except torch.OutOfMemoryError as error:
+            logger.warning("no memory to capture %s; such batches run without a graph: %s", descriptor, error)
+        self._captured_at = self._clock()
 
 
-_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+@dataclass(frozen=True, kw_only=True)
+class BatchDescriptor:
+    """The shape of a ragged batch. A smaller batch is padded: requests of length 0, tokens that store nothing."""
+
+    num_tokens: int
+    num_reqs: int
+    max_query_len: int
+    has_chunks: bool  # of prompts
+
+    def covers(self, needed: BatchDescriptor) -> bool:
+        return (
+            self.has_chunks == needed.has_chunks  # attention shares its work out in other ways
+            and self.num_tokens >= needed.num_tokens
+            and self.num_reqs >= needed.num_reqs
+            and self.max_query_len >= needed.max_query_len
+        )
+
+    @property
+    def cost(self) -> tuple[int, ...]:
+        return self.num_tokens, self.num_reqs
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchLimits:
+    """The largest ragged batches that are captured."""
+
+    num_reqs: int
+    max_seq_len: int
+    decode_query_len: int  # tokens of a request that decodes: the last one and its drafts
+    chunk_tokens: int  # of a step with prompt chunks in it; 0: such steps launch
+
+    @property
+    def num_tokens(self) -> int:
+        return max(self.num_reqs * self.decode_query_len, self.chunk_tokens)
+
+    def describe(
+        self, query_lens: Sequence[int], max_seq_lens: Sequence[int], has_chunks: bool
+    ) -> BatchDescriptor | None:
+        """The smallest shape that holds the batch; None: it is too large for a graph."""
+        num_tokens = sum(query_lens)
+        most = self.chunk_tokens if has_chunks else self.num_reqs * self.decode_query_len
+        if num_tokens > most or max(max_seq_lens) > self.max_seq_len:
+            return None
+        size = smallest_size(num_tokens, most)
+        return BatchDescriptor(
+            num_tokens=size,
+            num_reqs=min(size, self.num_reqs),
+            max_query_len=size if has_chunks else self.decode_query_len,
+            has_chunks=has_chunks,
+        )
+
+
+def smallest_size(count: int, limit: int) -> int:
+    """The captured size for so many requests or tokens: one of SIZES, or `limit`, the most there may be."""
+    return next((size for size in SIZES if count <= size < limit), limit)
+
+
+def sizes_up_to(limit: int) -> list[int]:
+    """Every `smallest_size`. Example: 20 -> 1, 2, 4, 8, 16, 20."""
+    return [*(size for size in SIZES if size < limit), limit]

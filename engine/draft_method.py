@@ -18,6 +18,8 @@ class DraftMethod(msgspec.Struct, frozen=True, kw_only=True):
     has to see every step, since it reads the target's hidden states."""
     is_host: bool = False
     """It drafts on the host, from confirmed tokens: a request that it drafts for has one step in flight at most."""
+    is_replayed: bool = False
+    """Its drafts depend on tokens alone: how good they would have been is found out from the text that came."""
     max_context: int | None = None  # tokens of context that it can draft in; None: as many as the target
 
     @property

@@ -49,6 +49,30 @@ class QueueFullError(EngineError):
         self.retry_after = retry_after
 
 
+class LateError(QueueFullError):
+    """The first token would come too late for the request's deadline, or later than the server promises."""
+
+    reason = "TOO_LATE"
+
+
+class CallerLimitError(QueueFullError):
+    """The caller uses all that its token allows."""
+
+    reason = "CALLER_LIMIT"
+
+
+class UnauthenticatedError(EngineError):
+    """The call has no token, or one that is not known."""
+
+    reason = "UNAUTHENTICATED"
+
+
+class PermissionDeniedError(EngineError):
+    """The caller is known, and may not do this."""
+
+    reason = "PERMISSION_DENIED"
+
+
 class EngineUnavailableError(EngineError):
     """The engine is loading, draining or dead."""
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from engine.grammar.matcher import GrammarMatcher
 from engine.messages import FinishInfo
 from engine.params import SamplingParams
+from engine.request import CutRun, RunCutter
 from engine.text.incremental_decoder import IncrementalDecoder
 
 
@@ -96,3 +98,24 @@ class RequestCutter:
         end = start + len(stop) if self._params.include_stop else start
         rendered = window + decoder.flush()
         return FinishInfo(reason="stop", stop_string=stop, num_chars_to_drop=len(rendered) - end)
+
+
+class GrammarCutter:
+    """Moves the request's matcher on, and ends the request where its grammar is complete and nothing can follow. That
+    beats a limit on the same token, and is beaten by an end token, a stop token or a stop string.
+    """
+
+    def __init__(self, inner: RunCutter, matcher: GrammarMatcher) -> None:
+        self._inner = inner
+        self._matcher = matcher
+
+    def cut(self, run: list[int]) -> CutRun:
+        cut = self._inner.cut(run)
+        is_stopped = cut.finish is not None and cut.finish.reason == "stop"
+        # The token that stops a request need not be one of the grammar's.
+        num_matched = cut.num_kept - 1 if is_stopped else cut.num_kept
+        for index, token_id in enumerate(run[:num_matched]):
+            self._matcher.advance(token_id)
+            if self._matcher.is_complete:
+                return Cut(index + 1, FinishInfo(reason="stop", is_constraint_met=True))
+        return cut

@@ -17,6 +17,8 @@ from engine.loop import Command
 from engine.messages import (
     AbortRequests,
     AddRequest,
+    Control,
+    ControlAnswer,
     EngineFailed,
     FromEngine,
     Hello,
@@ -54,7 +56,7 @@ class Frontends:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
         self._connected: set[bytes] = set()
-        self._owners: dict[str, bytes] = {}  # live requests
+        self._owners: dict[str, bytes] = {}  # of live requests and of controls without an answer
         self._greeting: ModelInfo | None = None
         self._commands: list[Command] = []
 
@@ -69,6 +71,8 @@ class Frontends:
                 self._publish_step(message)
             case RequestRefused():
                 self._send(self._owners.pop(message.request_id), message)
+            case ControlAnswer():
+                self._send(self._owners.pop(message.control_id), message)
             case _:
                 if isinstance(message, ModelInfo):
                     self._greeting = message
@@ -117,12 +121,12 @@ class Frontends:
             if self._greeting is not None:
                 self._send(identity, self._greeting)
             return
-        if isinstance(message, AddRequest):
-            if message.request_id in self._owners:
-                in_use = RequestIdInUseError(message.request_id)
-                self._send(identity, RequestRefused.from_error(message.request_id, in_use))
+        if isinstance(message, AddRequest | Control):
+            new_id = message.request_id if isinstance(message, AddRequest) else message.control_id
+            if new_id in self._owners:
+                self._send(identity, RequestRefused.from_error(new_id, RequestIdInUseError(new_id)))
                 return
-            self._owners[message.request_id] = identity
+            self._owners[new_id] = identity
         self._commands.append(message)
 
     def _send(self, identity: bytes, message: FromEngine) -> None:

@@ -18,6 +18,9 @@ class KVGroupSpec(msgspec.Struct, frozen=True, kw_only=True):
     num_kv_heads: int
     head_size: int
     bytes_per_token: int
+    value_size: int | None = (
+        None  # values are the first so many features of the keys; None: stored beside them
+    )
     window: int | None = None  # keys a query sees, itself included; None: all
     extra_window_keys: int = (
         0  # keys before the window that a drafter reads, seen from the last confirmed token

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
+from engine.control import AnyAction, AnyResult
 from engine.errors import EngineError
 from engine.messages import (
     AbortRequests,
     AddRequest,
+    Control,
+    ControlAnswer,
     EngineFailed,
     FromEngine,
     LoadProgress,
@@ -26,7 +30,7 @@ from engine.messages import (
 
 log = logging.getLogger(__name__)
 
-Command = AddRequest | AbortRequests | Shutdown
+Command = AddRequest | AbortRequests | Control | Shutdown
 Publish = Callable[[FromEngine], None]
 
 
@@ -37,10 +41,14 @@ class Core(Protocol):
 
     def handle(self, message: AddRequest | AbortRequests) -> StepMessage | None: ...
 
+    def control(self, action: AnyAction, answer: Callable[[AnyResult | EngineError], None]) -> None: ...
+
     @property
     def has_work(self) -> bool: ...
 
     def step(self) -> StepMessage | None: ...
+
+    def prepare(self) -> bool: ...
 
     def close(self) -> None: ...
 
@@ -84,7 +92,7 @@ def run_engine_loop(core: Core, inbox: Inbox, publish: Publish) -> None:
             publish(message)
 
     while True:
-        for command in inbox.poll(block=not core.has_work):
+        for command in inbox.poll(block=not core.has_work and not core.prepare()):
             match command:
                 case AddRequest():
                     try:
@@ -96,8 +104,28 @@ def run_engine_loop(core: Core, inbox: Inbox, publish: Publish) -> None:
                     send(message)
                 case AbortRequests():
                     send(core.handle(command))
+                case Control():
+                    _control(core, command, publish)
                 case Shutdown():
                     send(core.handle(AbortRequests(sorted(live))))
                     return
         if core.has_work:
             send(core.step())
+
+
+def _control(core: Core, command: Control, publish: Publish) -> None:
+    """The answer may come in a later step. What the change says of the model is told to everybody."""
+    info = core.model_info
+    try:
+        core.control(command.action, partial(_answer, command.control_id, publish))
+    except EngineError as error:
+        _answer(command.control_id, publish, error)
+    if core.model_info is not info:
+        publish(core.model_info)
+
+
+def _answer(control_id: str, publish: Publish, result: AnyResult | EngineError) -> None:
+    if isinstance(result, EngineError):
+        publish(RequestRefused.from_error(control_id, result))
+    else:
+        publish(ControlAnswer(control_id, result))

@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from engine.control import AnyAction, AnyResult
 from engine.errors import (
     CheckpointError,
     ConfigError,
@@ -21,7 +22,7 @@ from engine.errors import (
     RequestIdInUseError,
 )
 from engine.kv_spec import KVGroupUsage
-from engine.params import SamplingParams, SpeculationParams
+from engine.params import Constraint, SamplingParams, SpeculationParams
 from engine.stats import EngineStats, SpecObservation, StepStats
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -41,8 +42,10 @@ class AddRequest(msgspec.Struct, tag=True, kw_only=True, frozen=True):
     prompt_token_ids: list[int]
     params: SamplingParams
     speculation: SpeculationParams = SpeculationParams()
+    constraint: Constraint | None = None
     priority: int = 0  # lower = sooner
     cache_salt: str = ""  # requests share prefix blocks only within one salt
+    tenant: str = ""  # waiting requests of different tenants take turns
     arrival_time: float = 0.0  # time.monotonic() of the frontend; one machine, one clock
 
 
@@ -52,18 +55,25 @@ class AbortRequests(msgspec.Struct, tag=True, frozen=True):
     request_ids: list[str]
 
 
+class Control(msgspec.Struct, tag=True, frozen=True):
+    """Answered by ControlAnswer or RequestRefused with this id, which is unique like those of requests."""
+
+    control_id: str
+    action: AnyAction
+
+
 class Shutdown(msgspec.Struct, tag=True, frozen=True):
     """Stop the loop; whatever still runs ends as cancelled."""
 
 
-ToEngine = Hello | AddRequest | AbortRequests | Shutdown
+ToEngine = Hello | AddRequest | AbortRequests | Control | Shutdown
 
 
 # ---- engine -> frontend ------------------------------------------------------------------------------------
 
 
 class ModelInfo(msgspec.Struct, tag=True, kw_only=True, frozen=True):
-    """Sent once, when the engine is ready to serve."""
+    """Sent when the engine is ready to serve, and again when a default in it has changed."""
 
     model_name: str  # served name
     architecture: str
@@ -119,7 +129,9 @@ class FinishInfo(msgspec.Struct, kw_only=True, frozen=True):
     eos_token_id: int | None = None
     stop_token_id: int | None = None
     stop_string: str | None = None
+    is_constraint_met: bool = False  # nothing can follow that the constraint allows
     message: str = ""  # for `error`: safe to show
+    field: str = ""  # for `error`: what of the request is wrong; empty: it is not the request
     num_chars_to_drop: int = 0  # characters to remove from the end of the rendered text
     drop_last_token_text: bool = False  # the last id is an end or stop token whose text is not shown
 
@@ -157,9 +169,9 @@ class StepMessage(msgspec.Struct, tag=True, kw_only=True):
 
 
 class RequestRefused(msgspec.Struct, tag=True, kw_only=True, frozen=True):
-    """The engine did not take this request; nothing was started, and there is no output."""
+    """The engine did not take this request or Control; nothing was started, and there is no output."""
 
-    request_id: str
+    request_id: str  # or control_id
     error: str  # class name of the EngineError
     message: str
     field: str = ""  # InvalidRequestError
@@ -187,6 +199,13 @@ class RequestRefused(msgspec.Struct, tag=True, kw_only=True, frozen=True):
                 return RequestFailedError(self.message)
 
 
+class ControlAnswer(msgspec.Struct, tag=True, frozen=True):
+    """What came of a Control."""
+
+    control_id: str
+    result: AnyResult
+
+
 class EngineFailed(msgspec.Struct, tag=True, frozen=True):
     """The engine cannot start or go on. `message` goes to the log; clients get UNAVAILABLE."""
 
@@ -200,4 +219,4 @@ class EngineFailed(msgspec.Struct, tag=True, frozen=True):
         return classes.get(self.error, EngineUnavailableError)(self.message)
 
 
-FromEngine = ModelInfo | LoadProgress | StepMessage | RequestRefused | EngineFailed
+FromEngine = ModelInfo | LoadProgress | StepMessage | RequestRefused | ControlAnswer | EngineFailed

@@ -6,6 +6,7 @@ Both the frontend (early, naming the field) and the engine (again, trusting nobo
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import msgspec
 
@@ -20,6 +21,8 @@ MAX_BAD_WORDS = 256
 MAX_BAD_WORD_SEQUENCES = 2 * MAX_BAD_WORDS  # each word with and without a leading space
 MAX_BAD_WORD_TOKENS = 32
 MAX_CHOICES = 64
+MAX_CONSTRAINT_CHARS = 65_536  # of a schema, an expression, a grammar, or all choices of an output together
+MAX_CONSTRAINT_CHOICES = 1024
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,6 +105,24 @@ class SpeculationParams(msgspec.Struct, frozen=True, kw_only=True):
 
     method: str | None = None  # "none" switches speculation off, "auto" leaves the choice to the policy
     num_speculative_tokens: int | None = None  # k; None: the method's default
+
+
+class Constraint(msgspec.Struct, frozen=True, kw_only=True):
+    """What the whole output has to be. `kind` is also the name of the request's field."""
+
+    kind: Literal["json_object", "json_schema", "regex", "choice", "grammar"]
+    text: str = ""  # the schema, the expression, the grammar
+    choices: tuple[str, ...] = ()
+
+    def validate(self) -> None:
+        """Raise InvalidRequestError for what is empty or too large. What the text says is not looked at."""
+        _check_count(self.kind, len(self.choices), MAX_CONSTRAINT_CHOICES, what="choices")
+        num_chars = len(self.text) + sum(map(len, self.choices))
+        _check_count(self.kind, num_chars, MAX_CONSTRAINT_CHARS, what="characters")
+        if self.kind == "choice" and not self.choices:
+            raise InvalidRequestError(self.kind, "got no choices, expected at least one")
+        if self.kind not in ("choice", "json_object") and not self.text:
+            raise InvalidRequestError(self.kind, "got an empty text")
 
 
 def validate_token_ids(field: str, token_ids: list[int], vocab_size: int) -> None:

@@ -17,6 +17,7 @@ from engine.messages import AddRequest, FinishInfo, PositionLogprobs, RequestTim
 
 NO_ROW = -1
 NO_METHOD = "none"
+Order = tuple[int, int, int]  # priority, virtual start of the tenant's turn, arrival index
 
 
 class RequestStatus(Enum):
@@ -51,7 +52,7 @@ class Request:
     request_id: str
     message: AddRequest
     cutter: RunCutter
-    order: tuple[int, int]  # (priority, arrival index): smaller is served first
+    order: Order  # smaller is served first
     token_limit: int  # min(prompt + max_tokens, max_model_len)
     stop_ids: tuple[int, ...]  # masked while fewer than min_tokens were emitted
     token_ids: list[int]  # confirmed: prompt, then emitted

@@ -20,6 +20,9 @@ class SpecObservation(msgspec.Struct, frozen=True, kw_only=True):
     num_accepted: int  # accepted drafts among the emitted tokens
     num_emitted: int  # tokens emitted by this verification = its acceptance length
     num_discarded_over_limit: int = 0  # accepted drafts for which max_tokens or the context had no room
+    num_discarded_by_grammar: int = (
+        0  # the draft behind the accepted ones is none that the grammar allows, and the rest
+    )
 
     @property
     def num_discarded_after_stop(self) -> int:

@@ -96,7 +96,9 @@ class HostInputs(msgspec.Struct, kw_only=True):
     """Late host data of a launched step."""
 
     token_bitmask: bytes | None = None
-    """Tokens that may be drawn: [num_logits_rows, ceil(vocab / 32)] little-endian int32, rows in plan order."""
+    """Tokens that may be drawn: [rows, words of 32 tokens] little-endian int32; words beyond the vocabulary are read by
+    nobody."""
+    masked_rows: list[int] | None = None  # logits rows, in plan order, that the mask is for; None: all
 
 
 class RowResult(msgspec.Struct, kw_only=True):
@@ -111,9 +113,14 @@ class RowResult(msgspec.Struct, kw_only=True):
     logprobs: list[PositionLogprobs] | None = None  # one per token id
     prompt_logprobs: list[PositionLogprobs] | None = None  # of the chunk's positions start + 1 ...
     nan_target: bool = False  # NaN, or nothing left to sample: the request fails
+    failure: str = ""  # the step could not be computed, and why: the request fails
     nan_draft: bool = False  # the drafter's output for the next step was unusable: drafts are lost
     drafter_error: bool = False  # the draft method failed: no drafts for the next step
     num_next_drafts: int = 0  # valid drafts that stand in the row for the next step
+    next_draft_ids: list[int] = []  # these, if the step waited for host inputs
+    num_ruled_out: int = (
+        0  # drafts that were lost because a grammar had no place for them; the host fills it in
+    )
 
 
 class StepOutput(msgspec.Struct, kw_only=True):

@@ -11,11 +11,10 @@ import contextlib
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import structlog
-from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
 
 from engine.checkpoint.open import open_checkpoint
@@ -23,23 +22,25 @@ from engine.checkpoint.tokenizer_files import load_hf_tokenizer
 from engine.client.base import EngineClient
 from engine.config import ModelConfig
 from engine.errors import EngineError, EngineUnavailableError
+from server.admin import AdminService
+from server.admission import Admission
 from server.config import ServerConfig
 from server.convert import RequestConverter, sampling_defaults
+from server.gateway import make_gateway_protocol
 from server.generation import Backend
-from server.health import HEALTH_SERVICE_NAME, Health
-from server.interceptors import CallInterceptor, ErrorInterceptor
+from server.health import Health
+from server.listeners import FLUSH_SECONDS, Ports, Services, listening
 from server.live import LiveCalls
 from server.metrics import Metrics, MetricsEndpoint
-from server.pb.slipstream.v1 import generation_pb2_grpc as pb_grpc
 from server.progress import StartProgress
-from server.service import SERVICE_NAME, GenerationService
+from server.restarts import Restarts
+from server.service import GenerationService
+from server.serving import Serving
 from server.text import ChatTokenizer, TextProcessor
-from server.transport import listen, make_server
+from server.tracing import make_tracing
 
 EXIT_OK = 0
 EXIT_ENGINE_DIED = 1
-FLUSH_SECONDS = 0.5  # for the last statuses to leave; health watchers would hold the server longer
-
 _log = structlog.get_logger(__name__)
 
 
@@ -64,23 +65,35 @@ class App:
         config: ServerConfig,
         client: EngineClient,
         read_files: Callable[[ModelConfig], ModelFiles] = read_model_files,
+        restart_client: Callable[[], EngineClient] | None = None,
     ) -> None:
+        """`restart_client` makes the client of the next engine when one has died; None: the server ends with it."""
         self._config = config
         self._engine_config = config.engine
         self._client = client
         self._read_files = read_files
+        self._restart_client = restart_client
+        self._restarts = Restarts(config.engine_restarts)
         self.registry = CollectorRegistry()
         self._metrics = Metrics(
             self.registry, self._engine_config.model.name, self._engine_config.max_speculative_tokens
         )
         self.live = LiveCalls()
-        self._service = GenerationService(
-            self.live, self._metrics, max_message_bytes=config.max_message_bytes
+        self._tracing = make_tracing(config.trace_endpoint, self._engine_config.model.name)
+        self._serving = Serving(self.live, self._metrics, self._tracing, logs_content=config.log_content)
+        self._service = GenerationService(self._serving, max_message_bytes=config.max_message_bytes)
+        self._gateway = make_gateway_protocol(
+            config.gateway_protocol, self._serving, self._engine_config.model
         )
-        self._health = Health()
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
-        self.port = 0  # known once `on_listening` of `run` was called
+        self._admin = AdminService(drain=self._stop.set, num_running=lambda: len(self.live))
+        self._health = Health(() if self._gateway is None else (self._gateway.service_name,))
+        self.ports = Ports(generation=0)  # known once `on_listening` of `run` was called
+
+    @property
+    def port(self) -> int:
+        return self.ports.generation
 
     def stop(self) -> None:
         """Once: drain and stop. Twice: stop now."""
@@ -92,7 +105,7 @@ class App:
             starting = asyncio.create_task(self._start())
             await asyncio.sleep(0)  # let it spawn the engine process: that comes before gRPC has threads
             try:
-                async with self._listener(), self._slow_reader_watch():
+                async with self._listeners(), self._slow_reader_watch():
                     on_listening()
                     return await self._serve(starting)
             finally:
@@ -100,6 +113,7 @@ class App:
                 await asyncio.gather(starting, return_exceptions=True)
                 await self._client.stop()
                 self._metrics.engine_stopped()
+                await asyncio.to_thread(self._tracing.close)
 
     # ---- phases --------------------------------------------------------------------------------------------
 
@@ -110,6 +124,8 @@ class App:
             try:
                 async with asyncio.TaskGroup() as group:
                     reading = group.create_task(asyncio.to_thread(self._read_files, config.model))
+                    if self._gateway is not None:
+                        group.create_task(self._gateway.load())
                     await self._client.start(progress)
             except ExceptionGroup as failures:
                 raise failures.exceptions[0] from None
@@ -120,8 +136,16 @@ class App:
             text,
             sampling_defaults=sampling_defaults(files.generation_config),
             speculator_limits={speculator.method: speculator.k for speculator in config.speculators},
+            max_prompt_tokens=self._config.max_prompt_tokens,
+            default_speculator=lambda: self._client.model_info.default_speculator,
         )
-        return Backend(self._client, text, converter)
+        admission = Admission(
+            lambda: self._client.stats,
+            max_waiting=config.scheduler.max_waiting,
+            max_running=config.scheduler.max_num_seqs,
+            max_time_to_first_token=self._config.max_time_to_first_token,
+        )
+        return Backend(self._client, text, converter, admission)
 
     async def _serve(self, starting: asyncio.Task[Backend]) -> int:
         async with _waiting(self._stop.wait()) as stopped:
@@ -130,25 +154,68 @@ class App:
                 _log.info("stopped before the engine was ready")
                 return EXIT_OK
             backend = starting.result()
-            try:
-                await self._become_ready(backend)
-                async with _waiting(self._client.wait_failed()) as failed:
-                    await asyncio.wait({stopped, failed}, return_when=asyncio.FIRST_COMPLETED)
-                    if not failed.done():
-                        await self._drain(failed)
-                    return await self._end(failed.result() if failed.done() else None)
-            finally:
-                backend.text.close()
+            with contextlib.closing(backend.text):
+                while True:
+                    await self._become_ready(backend)
+                    async with _waiting(self._client.wait_failed()) as failed:
+                        await asyncio.wait({stopped, failed}, return_when=asyncio.FIRST_COMPLETED)
+                        if not failed.done():
+                            await self._drain(failed)
+                        failure = failed.result() if failed.done() else None
+                    if failure is None or stopped.done():
+                        return await self._end(failure)
+                    if not await self._restart(failure, stopped):
+                        return await self._end(None if stopped.done() else failure)
+                    backend = replace(backend, client=self._client)
 
     async def _become_ready(self, backend: Backend) -> None:
         info = self._client.model_info
         self._client.on_step(self._metrics.on_step)
+        self._client.on_step(backend.admission.on_step)
+        if self._gateway is not None:
+            self._gateway.engine_started(self._client)
         self._metrics.engine_started(lambda: self._client.stats, info.startup_seconds)
-        self._service.serve(backend)
+        self._metrics.admission_started(backend.admission.estimate)
+        self._serving.serve(backend)
+        self._admin.serve(self._client)
+        self._restarts.engine_serves()
         await self._health.set_ready(True)
         _log.info(
             "serving", model=info.model_name, host=self._config.host, port=self.port, device=info.device
         )
+
+    async def _restart(self, failure: EngineError, stopped: asyncio.Future[Any]) -> bool:
+        """End what ran on the dead engine and start another one. False: given up, or stopped meanwhile."""
+        if self._restart_client is None:
+            return False
+        while (delay := self._restarts.next_delay()) is not None:
+            _log.error(
+                "engine died, starting another", reason=failure.reason, error=str(failure), delay=delay
+            )
+            await self._engine_is_gone("the engine is being restarted")
+            await self._client.stop()
+            await asyncio.wait({stopped}, timeout=delay)
+            if stopped.done():
+                return False
+            self._client = self._restart_client()
+            async with _waiting(self._client.start()) as starting:
+                await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
+                if not starting.done():
+                    return False
+                error = starting.exception()
+            if error is None:
+                return True
+            if not isinstance(error, EngineError):
+                raise error
+            failure = error
+        return False
+
+    async def _engine_is_gone(self, reason: str) -> None:
+        """Not ready, whatever ran has ended, and new requests are refused with the reason."""
+        await self._health.set_ready(False)
+        self._metrics.engine_stopped()
+        self._serving.refuse(reason)
+        await self.live.end_all(EngineUnavailableError("the engine died"), timeout=FLUSH_SECONDS)
 
     async def _drain(self, failed: asyncio.Future[EngineError]) -> None:
         """Not ready; accept for the drain delay; then let what runs finish within the grace time."""
@@ -160,7 +227,7 @@ class App:
             await asyncio.wait(
                 {failed, stop_now}, timeout=self._config.drain_delay, return_when=asyncio.FIRST_COMPLETED
             )
-            self._service.refuse("the server is draining")
+            self._serving.refuse("the server is draining")
             async with _waiting(self.live.wait_until_empty()) as drained:
                 await asyncio.wait(
                     {failed, stop_now, drained},
@@ -179,7 +246,7 @@ class App:
             self._metrics.engine_stopped()
         elif self.live:
             _log.warning("cutting requests that still run", running=len(self.live))
-        self._service.refuse(reason)
+        self._serving.refuse(reason)
         await self.live.end_all(EngineUnavailableError(reason), timeout=FLUSH_SECONDS)
         return EXIT_OK if failure is None else EXIT_ENGINE_DIED
 
@@ -194,21 +261,15 @@ class App:
             yield
 
     @contextlib.asynccontextmanager
-    async def _listener(self) -> AsyncIterator[None]:
-        interceptors = (CallInterceptor(self.registry), ErrorInterceptor())
-        server = make_server(interceptors, max_message_bytes=self._config.max_message_bytes)
-        pb_grpc.add_GenerationServiceServicer_to_server(self._service, server)
-        self._health.add_to(server)
-        names = (SERVICE_NAME, HEALTH_SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, server)
-        self.port = listen(server, self._config.host, self._config.port)
+    async def _listeners(self) -> AsyncIterator[None]:
         await self._health.set_ready(False)
         await self._health.set_alive(True)
-        await server.start()
-        try:
+        services = Services(self._service, self._admin, self._health, self._gateway, self._tracing)
+        async with listening(self._config, services, self.registry, self._note_ports):
             yield
-        finally:
-            await server.stop(FLUSH_SECONDS)
+
+    def _note_ports(self, ports: Ports) -> None:
+        self.ports = ports
 
     @contextlib.asynccontextmanager
     async def _slow_reader_watch(self) -> AsyncIterator[None]:

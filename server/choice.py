@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from engine.errors import RequestFailedError
+from engine.errors import InvalidRequestError, RequestFailedError
 from engine.messages import (
     AddRequest,
     FinishInfo,
@@ -99,7 +99,7 @@ class ChoiceStream:
         self.num_deltas = 0  # made so far
         self.speculation = SpeculationTotals()
         self.finish: FinishInfo | None = None
-        self.times = RequestTimes()
+        self.times = RequestTimes(arrival=request.arrival_time)
         self._request = request
         self._request_id = request_id
         self._model_name = model_name
@@ -112,7 +112,9 @@ class ChoiceStream:
         self._pending_logprobs: list[PositionLogprobs] = []
 
     def add(self, output: RequestOutput) -> list[pb.GenerateResponse]:
-        """Raises RequestFailedError when the engine gave the request up."""
+        """Raises RequestFailedError when the engine gave the request up, InvalidRequestError when it refused it."""
+        if output.finish is not None and output.finish.field:
+            raise InvalidRequestError(output.finish.field, output.finish.message)
         self.finish, self.times = output.finish, output.times
         if output.finish is not None and output.finish.reason == "error":
             raise RequestFailedError(output.finish.message or "the engine could not go on with this request")
@@ -169,6 +171,7 @@ class ChoiceStream:
             eos_token_id=finish.eos_token_id,
             stop_token_id=finish.stop_token_id,
             stop_string=finish.stop_string,
+            constraint_met=finish.is_constraint_met or None,
             usage=pb.Usage(
                 prompt_tokens=num_prompt_tokens,
                 cached_tokens=output.num_cached_tokens,

@@ -35,6 +35,7 @@ from engine.errors import ConfigError
 from server.logs import LogFormat, LogLevel
 
 ENV_PREFIX = "SLIPSTREAM_"
+LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
 _CACHE = CacheConfig()
 _SCHEDULER = SchedulerConfig()
 
@@ -72,6 +73,7 @@ def _split_rates(value: object) -> object:
 
 Speculators = Annotated[tuple[SpeculatorConfig, ...], NoDecode, BeforeValidator(_split_speculators)]
 Rates = Annotated[tuple[float, ...] | None, NoDecode, BeforeValidator(_split_rates)]
+GatewayProtocolName = Literal["none", "vllm"]
 Port = Annotated[int, Field(ge=0, le=65535)]
 
 
@@ -114,12 +116,21 @@ class ServerConfig(BaseSettings):
     max_waiting: int = _option(
         _SCHEDULER.max_waiting, "Requests in the queue; more are RESOURCE_EXHAUSTED.", "Engine"
     )
+    max_time_to_first_token: float | None = _option(
+        None,
+        "Seconds; a request that would wait longer is RESOURCE_EXHAUSTED at once, like one whose deadline is sooner. "
+        "Default: only its deadline counts.",
+        "Engine",
+        gt=0,
+    )
     max_steps_in_flight: int | None = _option(
         None, "1 or 2. Default: 2 where the device runs by itself, else 1.", "Engine"
     )
     attention_backend: str = _option("auto", "auto, torch or triton.", "Engine")
     cuda_graphs: CudaGraphsName = _option(
-        "auto", "auto, none, or full_decode: steps that only decode are replayed.", "Engine"
+        "auto",
+        "none, full_decode (steps that only decode), full (with prompt chunks), or auto: full, if possible.",
+        "Engine",
     )
 
     speculators: Speculators = _option(
@@ -145,11 +156,19 @@ class ServerConfig(BaseSettings):
     host: str = _option("127.0.0.1", "Address to listen on; 0.0.0.0 for all.", "Service")
     port: Port = _option(50051, "Port of the gRPC service; 0 picks a free one.", "Service")
     metrics_port: Port = _option(9090, "Port of the Prometheus endpoint; 0 is off.", "Service")
+    gateway_protocol: GatewayProtocolName = _option(
+        "none",
+        "vllm: serve vllm.grpc.engine.VllmEngine beside our own protocol, for gateways such as smg; none.",
+        "Service",
+    )
     max_message_bytes: ByteSize = _option(
         ByteSize(16 * 2**20),
         "Largest request message, such as 16MiB; larger is RESOURCE_EXHAUSTED.",
         "Service",
         ge=1,
+    )
+    max_prompt_tokens: int | None = _option(
+        None, "Tokens of a prompt at most. Default: what fits the context.", "Service", ge=1
     )
     slow_reader_timeout: float = _option(
         60.0, "Seconds that a client may leave its stream unread before it is ended.", "Service", gt=0
@@ -161,8 +180,66 @@ class ServerConfig(BaseSettings):
         ge=0,
     )
     grace: float = _option(30.0, "Seconds after that in which running streams may finish.", "Service", ge=0)
+    engine_restarts: int = _option(
+        3,
+        "How often in a row an engine that died is started again, after growing pauses; then the server ends.",
+        "Service",
+        ge=0,
+    )
+    step_timeout: float = _option(
+        300.0,
+        "Seconds without news of an engine that has work after which it is killed as hung; 0 is never.",
+        "Service",
+        ge=0,
+    )
+    trace_endpoint: str | None = _option(
+        None,
+        "Where to send traces, such as http://127.0.0.1:4318/v1/traces (OTLP over HTTP). Default: nowhere.",
+        "Service",
+    )
     log_level: LogLevel = _option("info", "debug, info, warning or error.", "Service")
     log_format: LogFormat = _option("console", "console for people, json for machines.", "Service")
+    log_content: bool = _option(
+        False, "Write prompts and answers to the log. They are personal data: for debugging only.", "Service"
+    )
+
+    tls_cert: Path | None = _option(
+        None, "Certificate chain (PEM) of the server; turns TLS on. Read again when it changes.", "Security"
+    )
+    tls_key: Path | None = _option(None, "Its private key (PEM, without a password).", "Security")
+    tls_client_ca: Path | None = _option(
+        None, "Authorities (PEM) of client certificates; clients must show one of theirs.", "Security"
+    )
+    auth_tokens: Path | None = _option(
+        None, "File (TOML) with bearer tokens and their limits; calls need one of them.", "Security"
+    )
+    health_port: Port = _option(
+        0,
+        "Port with nothing but health checks, never with TLS; 0 is off. For probes that know no TLS.",
+        "Security",
+    )
+    admin_host: str = _option("127.0.0.1", "Address of the admin service.", "Admin")
+    admin_port: Port = _option(0, "Port of the admin service; 0 is off.", "Admin")
+    profile_directory: Path | None = _option(
+        None, "Where the admin service may have traces of steps written. Default: nowhere.", "Admin"
+    )
+
+    keepalive_time: float = _option(
+        60.0,
+        "Seconds without news of a client after which it is asked whether it is there.",
+        "Connections",
+        gt=0,
+    )
+    keepalive_timeout: float = _option(
+        20.0, "Seconds that it may take to answer before the connection is closed.", "Connections", gt=0
+    )
+    max_connection_age: float = _option(
+        0.0,
+        "Seconds after which a client is asked to connect anew, so that balancers spread it; 0 is never. "
+        "Streams that run go on.",
+        "Connections",
+        ge=0,
+    )
 
     @property
     def engine(self) -> EngineConfig:
@@ -199,6 +276,7 @@ class ServerConfig(BaseSettings):
             max_model_len=self.max_model_len,
             max_steps_in_flight=self.max_steps_in_flight,
             num_threads=self.num_threads,
+            profile_directory=None if self.profile_directory is None else str(self.profile_directory),
         )
 
 
@@ -210,8 +288,24 @@ def load_config(flags: dict[str, Any], file: Path | None = None) -> ServerConfig
         raise ConfigError(describe_validation_error(error)) from None
     if not config.model:
         raise ConfigError(f"model: got none, expected --model, {ENV_PREFIX}MODEL or `model` in a file")
+    _check_security(config)
     config.engine  # noqa: B018 - validates the rest
     return config
+
+
+def _check_security(config: ServerConfig) -> None:
+    if (config.tls_cert is None) != (config.tls_key is None):
+        missing = "tls_cert" if config.tls_cert is None else "tls_key"
+        raise ConfigError(f"{missing}: got none, expected both a certificate and its key")
+    if config.tls_client_ca is not None and config.tls_cert is None:
+        raise ConfigError(
+            "tls_client_ca: got one without tls_cert, expected the server's certificate with it"
+        )
+    if config.admin_port and config.auth_tokens is None and config.admin_host not in LOOPBACK_HOSTS:
+        raise ConfigError(
+            f"admin_host: got {config.admin_host!r} without auth_tokens, expected tokens, or one of "
+            f"{', '.join(LOOPBACK_HOSTS)}: whoever reaches the admin service may stop the server"
+        )
 
 
 def _with_file(file: Path | None) -> type[ServerConfig]:

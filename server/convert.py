@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +18,17 @@ from google.protobuf import struct_pb2
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from engine.errors import InvalidRequestError, UnknownModelError
+from engine.errors import InvalidRequestError, PermissionDeniedError, UnknownModelError
 from engine.messages import AddRequest, ModelInfo
-from engine.params import MAX_BAD_WORDS, MAX_CHOICES, SamplingParams, SpeculationParams, validate_token_ids
+from engine.params import (
+    MAX_BAD_WORDS,
+    MAX_CHOICES,
+    Constraint,
+    SamplingParams,
+    SpeculationParams,
+    validate_token_ids,
+)
+from server.callers import ANYBODY, Caller
 from server.pb.slipstream.v1 import generation_pb2 as pb
 from server.text import TextProcessor
 
@@ -77,24 +85,44 @@ class RequestConverter:
         *,
         sampling_defaults: Mapping[str, float],
         speculator_limits: Mapping[str, int],  # method -> the largest k
+        max_prompt_tokens: int | None = None,
+        default_speculator: Callable[[], str] | None = None,  # of this moment; None: the model's
     ) -> None:
         self._model = model
         self._text = text
         self._sampling_defaults = dict(sampling_defaults)
         self._speculator_limits = dict(speculator_limits)
+        self._max_prompt_tokens = model.max_model_len - 1
+        if max_prompt_tokens is not None:
+            self._max_prompt_tokens = min(self._max_prompt_tokens, max_prompt_tokens)
+        self._default_speculator = default_speculator or (lambda: model.default_speculator)
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """What leaves a token of the context to generate, or the limit of this server."""
+        return self._max_prompt_tokens
 
     async def plan(
-        self, request: pb.GenerateRequest, engine_ids: tuple[str, ...], arrival_time: float
+        self,
+        request: pb.GenerateRequest,
+        engine_ids: tuple[str, ...],
+        arrival_time: float,
+        caller: Caller = ANYBODY,
     ) -> GenerationPlan:
-        """Raise InvalidRequestError or UnknownModelError; the field is a path in the request.
+        """Raise InvalidRequestError, whose field is a path in the request, UnknownModelError or
+        PermissionDeniedError.
 
         `engine_ids` are those of `read_identity`; `arrival_time` is of time.monotonic().
         """
         self._check_served(request)
+        if caller.min_priority is not None and request.priority < caller.min_priority:
+            raise PermissionDeniedError(
+                f"priority: got {request.priority}, expected at least {caller.min_priority} with this token"
+            )
         interval = request.output.stream_interval if request.output.HasField("stream_interval") else 1
         if interval < 1:
             raise InvalidRequestError("output.stream_interval", "got 0, expected >= 1")
-        speculation = self._speculation(request.speculation)
+        speculation, constraint = self._speculation(request.speculation), read_constraint(request)
         prompt = await self._prompt(request)
         params = self._params(request, room=self._model.max_model_len - len(prompt))
         requests = tuple(
@@ -105,8 +133,10 @@ class RequestConverter:
                 if i == 0
                 else msgspec.structs.replace(params, seed=choice_seed(params.seed, i)),
                 speculation=speculation,
+                constraint=constraint,
                 priority=request.priority,
-                cache_salt=request.cache_salt,
+                cache_salt=caller.cache_salt(request.cache_salt),
+                tenant=caller.tenant,
                 arrival_time=arrival_time,
             )
             for i, engine_id in enumerate(engine_ids)
@@ -119,9 +149,6 @@ class RequestConverter:
             raise UnknownModelError(
                 f"got model {request.model!r}, expected {self._model.model_name!r} (served here) or none"
             )
-        constraint = request.WhichOneof("constraint")
-        if constraint is not None:
-            raise InvalidRequestError(constraint, "structured output is not supported, expected none")
         if len(request.cache_salt) > MAX_CACHE_SALT_CHARS:
             raise InvalidRequestError(
                 "cache_salt",
@@ -145,11 +172,14 @@ class RequestConverter:
         return prompt
 
     def _check_length(self, field: str, num_tokens: int) -> None:
-        """A prompt has a token, and leaves one of the context to generate."""
-        limit = self._model.max_model_len - 1
+        """A prompt has a token, leaves one of the context to generate, and is no longer than the server takes."""
+        limit = self._max_prompt_tokens
         if not 1 <= num_tokens <= limit:
+            is_context = limit == self._model.max_model_len - 1
             raise InvalidRequestError(
-                field, f"got a prompt of {num_tokens} tokens, expected 1..{limit}: the context less one"
+                field,
+                f"got a prompt of {num_tokens} tokens, expected 1..{limit}: "
+                + ("the context less one" if is_context else "the limit of this server"),
             )
 
     def _params(self, request: pb.GenerateRequest, room: int) -> SamplingParams:
@@ -221,7 +251,7 @@ class RequestConverter:
         return SpeculationParams(method=method if num_tokens else "none", num_speculative_tokens=num_tokens)
 
     def _speculation_limit(self, method: str | None) -> int:
-        method = method or self._model.default_speculator
+        method = method or self._default_speculator()
         if method == "auto":
             return max(self._speculator_limits.values(), default=0)
         return self._speculator_limits.get(method, 0)
@@ -242,6 +272,21 @@ def read_identity(request: pb.GenerateRequest) -> tuple[str, int]:
             f"got {request_id[:160]!r}, expected 1..{MAX_REQUEST_ID_CHARS} printable ASCII characters",
         )
     return request_id, num_choices
+
+
+def read_constraint(request: pb.GenerateRequest) -> Constraint | None:
+    """What the text of a schema, an expression or a grammar says is the engine's matter."""
+    match request.WhichOneof("constraint"):
+        case None:
+            return None
+        case "json_object":
+            constraint = Constraint(kind="json_object")
+        case "choice":
+            constraint = Constraint(kind="choice", choices=tuple(request.choice.choices))
+        case kind:
+            constraint = Constraint(kind=kind, text=getattr(request, kind))
+    constraint.validate()
+    return constraint
 
 
 def check_token_ids(field: str, token_ids: list[int], vocab_size: int) -> None:

@@ -13,13 +13,16 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
 from engine.errors import (
+    CallerLimitError,
     EngineError,
     EngineUnavailableError,
     InvalidRequestError,
+    PermissionDeniedError,
     QueueFullError,
     RequestFailedError,
     RequestIdInUseError,
     SlowReaderError,
+    UnauthenticatedError,
     UnknownModelError,
 )
 
@@ -50,6 +53,11 @@ def _retry_when_told(error: EngineError) -> Iterable[Message]:
     return (_retry_info(error.retry_after),)
 
 
+def _quota(error: EngineError) -> Iterable[Message]:
+    violation = error_details_pb2.QuotaFailure.Violation(subject="token", description=_short(str(error)))
+    return (*_retry_when_told(error), error_details_pb2.QuotaFailure(violations=[violation]))
+
+
 def _retry_soon(error: EngineError) -> Iterable[Message]:
     return (_retry_info(RETRY_UNAVAILABLE),)
 
@@ -66,7 +74,10 @@ STATUSES: dict[type[EngineError], tuple[grpc.StatusCode, Details]] = {
     InvalidRequestError: (grpc.StatusCode.INVALID_ARGUMENT, _bad_request),
     RequestIdInUseError: (grpc.StatusCode.ALREADY_EXISTS, _bad_request),
     UnknownModelError: (grpc.StatusCode.NOT_FOUND, _nothing),
+    UnauthenticatedError: (grpc.StatusCode.UNAUTHENTICATED, _nothing),
+    PermissionDeniedError: (grpc.StatusCode.PERMISSION_DENIED, _nothing),
     QueueFullError: (grpc.StatusCode.RESOURCE_EXHAUSTED, _retry_when_told),
+    CallerLimitError: (grpc.StatusCode.RESOURCE_EXHAUSTED, _quota),
     SlowReaderError: (grpc.StatusCode.RESOURCE_EXHAUSTED, _nothing),
     EngineUnavailableError: (grpc.StatusCode.UNAVAILABLE, _retry_soon),
     RequestFailedError: (grpc.StatusCode.INTERNAL, _nothing),

@@ -11,6 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from structlog.contextvars import bind_contextvars
@@ -19,19 +20,26 @@ from engine.client.base import EngineClient, RequestStream
 from engine.errors import (
     EngineError,
     InvalidRequestError,
+    PermissionDeniedError,
     QueueFullError,
     SlowReaderError,
     UnknownModelError,
 )
 from engine.messages import AddRequest
+from server.admission import Admission
+from server.callers import Caller, current_caller
 from server.choice import ChoiceStream
+from server.content_log import LoggedSink
 from server.convert import GenerationPlan, RequestConverter, choice_ids, read_identity
+from server.limits import CallerLimits
 from server.live import LiveCall, LiveCalls
 from server.metrics import Metrics
 from server.pb.slipstream.v1 import generation_pb2 as pb
 from server.text import TextProcessor
+from server.tracing import Tracing
 
-REFUSALS = (InvalidRequestError, UnknownModelError, QueueFullError)  # nothing was started
+# Nothing was started.
+REFUSALS = (InvalidRequestError, UnknownModelError, QueueFullError, PermissionDeniedError)
 Write = Callable[[pb.GenerateResponse], Awaitable[None]]
 
 
@@ -51,6 +59,7 @@ class Backend:
     client: EngineClient
     text: TextProcessor
     converter: RequestConverter
+    admission: Admission
 
 
 @dataclass(frozen=True)
@@ -58,21 +67,44 @@ class _RunningChoice:
     request: AddRequest
     stream: RequestStream
     messages: ChoiceStream
+    charge: Callable[[int], None]  # for so many tokens of output
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """When a call came, when it has to be over (times of time.monotonic()), and whose it is."""
+
+    time: float
+    deadline: float | None
+    caller: Caller
 
 
 class Generator:
     """Runs calls side by side; holds nothing of a call once it has ended."""
 
-    def __init__(self, live: LiveCalls, metrics: Metrics) -> None:
+    def __init__(
+        self, live: LiveCalls, metrics: Metrics, tracing: Tracing, *, logs_content: bool = False
+    ) -> None:
         self._live = live
         self._metrics = metrics
+        self._tracing = tracing
+        self._limits = CallerLimits()
+        self._logs_content = logs_content
 
-    async def run(self, backend: Backend, request: pb.GenerateRequest, sink: Sink) -> None:
-        """Write every message of the call. Raises EngineError; what was admitted is freed in any case."""
-        arrival_time = time.monotonic()
+    async def run(
+        self, backend: Backend, request: pb.GenerateRequest, sink: Sink, deadline: float | None = None
+    ) -> None:
+        """Write every message of the call. Raises EngineError; what was admitted is freed in any case.
+
+        `deadline`: of time.monotonic(). Who calls is told by `current_caller`.
+        """
+        arrival = Arrival(time.monotonic(), deadline, current_caller.get())
         try:
             with ExitStack() as stack:
-                call, choices = await self._admit(backend, request, arrival_time, stack)
+                if self._logs_content:
+                    sink = logged = LoggedSink(request, sink)
+                    stack.callback(logged.log)
+                call, choices = await self._admit(backend, request, arrival, stack)
                 try:
                     await self._write_all(call, choices, sink)
                 finally:
@@ -85,16 +117,33 @@ class Generator:
             raise
 
     async def _admit(
-        self, backend: Backend, request: pb.GenerateRequest, arrival_time: float, stack: ExitStack
+        self, backend: Backend, request: pb.GenerateRequest, arrival: Arrival, stack: ExitStack
     ) -> tuple[LiveCall, list[_RunningChoice]]:
         request_id, num_choices = read_identity(request)
         bind_contextvars(request_id=request_id)
-        call = stack.enter_context(self._live.enter(request_id, choice_ids(request_id, num_choices)))
-        plan = await backend.converter.plan(request, call.engine_ids, arrival_time)
+        caller = arrival.caller
+        check = partial(
+            backend.admission.check,
+            caller.tenant,
+            request.priority,
+            num_choices=num_choices,
+            deadline=arrival.deadline,
+        )
+        check(num_tokens=0)  # what is refused anyway is not even tokenized
+        stack.enter_context(self._limits.running(caller, num_choices))
+        engine_ids = choice_ids(request_id, num_choices)
+        call = stack.enter_context(self._live.enter(request_id, engine_ids, caller.tenant))
+        plan = await backend.converter.plan(request, call.engine_ids, arrival.time, caller)
+        num_tokens = len(plan.requests[0].prompt_token_ids)
+        check(num_tokens=num_tokens)
+        self._limits.charge_prompt(caller, num_tokens)
         streams = _submit(backend.client, plan)
         call.is_submitted = True
+        stack.enter_context(backend.admission.waiting(plan.requests))
+        charge = partial(self._limits.charge_output, caller)
         choices = [
-            stack.enter_context(self._choice(backend, plan, i, stream)) for i, stream in enumerate(streams)
+            stack.enter_context(self._choice(backend, plan, i, stream, charge))
+            for i, stream in enumerate(streams)
         ]
         if call.is_aborted:  # while its prompt was tokenized
             backend.client.abort(list(call.engine_ids))
@@ -102,7 +151,12 @@ class Generator:
 
     @contextmanager
     def _choice(
-        self, backend: Backend, plan: GenerationPlan, index: int, stream: RequestStream
+        self,
+        backend: Backend,
+        plan: GenerationPlan,
+        index: int,
+        stream: RequestStream,
+        charge: Callable[[int], None],
     ) -> Iterator[_RunningChoice]:
         request = plan.requests[index]
         renderer = (
@@ -120,20 +174,21 @@ class Generator:
         self._metrics.choice_started(request.request_id)
         unfinished: str | None = "cancelled"
         try:
-            yield _RunningChoice(request, stream, messages)
+            yield _RunningChoice(request, stream, messages, charge)
         except EngineError as error:
             unfinished = None if isinstance(error, REFUSALS) else "error"
             raise
         finally:
             stream.close()
-            self._metrics.choice_ended(
-                request.request_id,
-                unfinished if messages.finish is None else messages.finish.reason,
-                num_prompt_tokens=len(request.prompt_token_ids),
-                num_tokens=messages.num_tokens,
-                times=messages.times,
-                speculation=messages.speculation,
-            )
+            for observer in (self._metrics, self._tracing):
+                observer.choice_ended(
+                    request.request_id,
+                    unfinished if messages.finish is None else messages.finish.reason,
+                    num_prompt_tokens=len(request.prompt_token_ids),
+                    num_tokens=messages.num_tokens,
+                    times=messages.times,
+                    speculation=messages.speculation,
+                )
 
     async def _write_all(self, call: LiveCall, choices: list[_RunningChoice], sink: Sink) -> None:
         await call.send(sink.open())
@@ -160,6 +215,7 @@ class Generator:
         last_delta_at = 0.0
         while messages.finish is None:
             output = await stream.next()
+            choice.charge(len(output.token_ids))
             num_deltas = messages.num_deltas
             due = messages.add(output)
             if not is_announced and output.times.first_scheduled:

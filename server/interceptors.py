@@ -14,6 +14,7 @@ from typing import Any
 
 import grpc
 import structlog
+from google.protobuf.message import DecodeError
 from grpc_status import rpc_status
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from structlog.contextvars import bind_contextvars, get_contextvars
@@ -23,8 +24,11 @@ from server.errors import status_of
 
 Context = Any  # grpc.aio.ServicerContext; its stubs lack abort_with_status
 Handler = Callable[[Any, Context], Awaitable[Any]]
+Deserialize = Callable[[bytes], Any]
 Wrapper = Callable[[str, Handler], Handler]  # method path, behaviour -> behaviour
 HANDLING_BUCKETS = (.005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)  # fmt: skip
+
+_UNREADABLE = object()  # in place of a request
 
 _log = structlog.get_logger(__name__)
 
@@ -33,13 +37,15 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """EngineErrors become the status of server/errors.py; anything else is INTERNAL, told only to the log."""
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
-        return _wrap(await continuation(handler_call_details), handler_call_details.method, self._around)
+        return wrap(await continuation(handler_call_details), handler_call_details.method, self._around)
 
     @staticmethod
     def _around(method: str, handler: Handler) -> Handler:
         async def guarded(request: Any, context: Context) -> Any:
             try:
                 return await handler(request, context)
+            except grpc.aio.AbortError:  # the handler has said its status itself
+                raise
             except EngineError as error:
                 failure: Exception = error
                 _bind_reason(error)
@@ -48,6 +54,35 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                 failure = error
             _, status = status_of(failure)
             return await context.abort_with_status(rpc_status.to_status(status))  # raises
+
+        return guarded
+
+
+class UnreadableInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Bytes that are no message of the method's type are INVALID_ARGUMENT. By itself, grpcio answers UNKNOWN before any
+    handler runs, and writes a traceback for each. Goes after those that ask who calls.
+    """
+
+    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
+        handler = await continuation(handler_call_details)
+        return wrap(handler, handler_call_details.method, self._around, read=self._read)
+
+    @staticmethod
+    def _read(deserialize: Deserialize) -> Deserialize:
+        def read(data: bytes) -> Any:
+            try:
+                return deserialize(data)
+            except DecodeError:
+                return _UNREADABLE
+
+        return read
+
+    @staticmethod
+    def _around(method: str, handler: Handler) -> Handler:
+        async def guarded(request: Any, context: Context) -> Any:
+            if request is _UNREADABLE:
+                raise InvalidRequestError("request", "cannot be parsed")
+            return await handler(request, context)
 
         return guarded
 
@@ -70,7 +105,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         )
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
-        return _wrap(await continuation(handler_call_details), handler_call_details.method, self._around)
+        return wrap(await continuation(handler_call_details), handler_call_details.method, self._around)
 
     def _around(self, path: str, handler: Handler) -> Handler:
         service, method = path.strip("/").split("/")
@@ -78,24 +113,35 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         async def counted(request: Any, context: Context) -> Any:
             self._started.labels(service, method).inc()
             begun = time.monotonic()
-            code = grpc.StatusCode.CANCELLED  # unless the handler comes to an end
-            try:
-                response = await handler(request, context)
-                code = context.code() or grpc.StatusCode.OK
-                return response
-            except grpc.aio.AbortError:
-                code = context.code()
-                raise
-            finally:
-                if code is grpc.StatusCode.CANCELLED and context.time_remaining() == 0:
-                    code = grpc.StatusCode.DEADLINE_EXCEEDED
+
+            def ended(code: grpc.StatusCode) -> None:
                 seconds = time.monotonic() - begun
                 self._handled.labels(service, method, code.name).inc()
                 self._seconds.labels(service, method).observe(seconds)
                 level = logging.INFO if "request_id" in get_contextvars() else logging.DEBUG
                 _log.log(level, "call ended", method=method, status=code.name, seconds=round(seconds, 6))
 
+            return await run_to_status(handler, request, context, ended)
+
         return counted
+
+
+async def run_to_status(
+    handler: Handler, request: Any, context: Context, on_end: Callable[[grpc.StatusCode], None]
+) -> Any:
+    """Run a handler, and tell the status that its call ends with, however it does."""
+    code = grpc.StatusCode.CANCELLED  # unless the handler comes to an end
+    try:
+        response = await handler(request, context)
+        code = context.code() or grpc.StatusCode.OK
+        return response
+    except grpc.aio.AbortError:
+        code = context.code()
+        raise
+    finally:
+        if code is grpc.StatusCode.CANCELLED and context.time_remaining() == 0:
+            code = grpc.StatusCode.DEADLINE_EXCEEDED
+        on_end(code)
 
 
 def _bind_reason(error: EngineError) -> None:
@@ -106,8 +152,16 @@ def _bind_reason(error: EngineError) -> None:
         bind_contextvars(reason=error.reason, error=str(error))
 
 
-def _wrap(handler: Any, method: str, wrapper: Wrapper) -> Any:
-    """The handler with its behaviour wrapped; None (no such method) and request streams stay as they are."""
+def wrap(
+    handler: Any,
+    method: str,
+    wrapper: Wrapper,
+    *,
+    read: Callable[[Deserialize], Deserialize] = lambda deserialize: deserialize,
+) -> Any:
+    """The handler with its behaviour (and the reading of requests) wrapped; None (no such method) and request streams
+    stay as they are.
+    """
     if handler is None or handler.request_streaming:
         return handler
     behaviour = handler.unary_stream if handler.response_streaming else handler.unary_unary
@@ -118,4 +172,4 @@ def _wrap(handler: Any, method: str, wrapper: Wrapper) -> Any:
         if handler.response_streaming
         else grpc.unary_unary_rpc_method_handler
     )
-    return make(wrapper(method, behaviour), handler.request_deserializer, handler.response_serializer)
+    return make(wrapper(method, behaviour), read(handler.request_deserializer), handler.response_serializer)

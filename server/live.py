@@ -23,6 +23,7 @@ class LiveCall:
     request_id: str
     engine_ids: tuple[str, ...]
     task: asyncio.Task[object]
+    tenant: str  # whose it is
     is_submitted: bool = False  # the engine knows its requests
     is_aborted: bool = False
     end_reason: EngineError | None = None
@@ -62,7 +63,7 @@ class LiveCalls:
         return len(self._calls)
 
     @contextmanager
-    def enter(self, request_id: str, engine_ids: tuple[str, ...]) -> Iterator[LiveCall]:
+    def enter(self, request_id: str, engine_ids: tuple[str, ...], tenant: str = "") -> Iterator[LiveCall]:
         """Keep the current task's call in the table. Raises RequestIdInUseError.
 
         Turns the cancellation that `end` or `cut` caused back into its reason.
@@ -71,7 +72,7 @@ class LiveCalls:
             raise RequestIdInUseError(request_id)
         task = asyncio.current_task()
         assert task is not None, "calls run in tasks"
-        call = LiveCall(request_id, engine_ids, task)
+        call = LiveCall(request_id, engine_ids, task, tenant)
         self._calls[request_id] = call
         self._engine_ids.update(engine_ids)
         self._is_empty.clear()
@@ -88,8 +89,10 @@ class LiveCalls:
             if not self._calls:
                 self._is_empty.set()
 
-    def find(self, request_id: str) -> LiveCall | None:
-        return self._calls.get(request_id)
+    def find(self, request_id: str, tenant: str = "") -> LiveCall | None:
+        """None also for a call of another tenant."""
+        call = self._calls.get(request_id)
+        return call if call is not None and call.tenant == tenant else None
 
     def end_slow_readers(self, now: float, timeout: float) -> None:
         """Cut the calls whose client has not taken a message for longer than `timeout` seconds.

@@ -6,6 +6,7 @@ Whatever is bound in the context (the request id of a call) is on every line. Pr
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from typing import Literal
 
@@ -17,7 +18,11 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 
 def configure_logs(level: LogLevel, log_format: LogFormat) -> None:
-    """Set up structlog, and the standard library's logging with the same output. Call it once, at start."""
+    """Set up structlog, and the standard library's logging with the same output. Call it once, at start, before grpc is
+    imported.
+    """
+    # Its core writes to stderr by itself, also what whoever reaches the port chooses (the text of a GOAWAY).
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,

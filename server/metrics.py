@@ -57,6 +57,9 @@ class Metrics:
     def _define_load(self) -> None:
         self._running = self._gauge("requests_running", "Requests that own a row and blocks.")
         self._waiting = self._gauge("requests_waiting", "Requests in the queue.")
+        self._estimated_wait = self._gauge(
+            "estimated_time_to_first_token", "Seconds that a new request would wait for its first token."
+        )
         self._kv_usage = self._gauge("kv_cache_usage_ratio", "Share of KV blocks that live requests hold.")
         self._kv_blocks = self._gauge("kv_blocks", "KV blocks by state: free, used, cached.", "state")
         self._engine_up = self._gauge("engine_up", "1 while the engine serves.").labels(self._model)
@@ -178,6 +181,9 @@ class Metrics:
         self._start_time.labels(model).set_to_current_time()
         self._engine_up.set(1)
 
+    def admission_started(self, estimate: Callable[[], float]) -> None:
+        self._estimated_wait.labels(self._model).set_function(estimate)
+
     def engine_stopped(self) -> None:
         self._engine_up.set(0)
 
@@ -232,8 +238,11 @@ class Metrics:
             self._accepted_tokens.labels(model, method, position).inc()
         self._verifier_accepted_tokens.labels(model, method).inc(observation.num_verifier_accepted)
         self._emitted_tokens.labels(model, method).inc(observation.num_emitted)
-        num_rejected = observation.num_drafted - observation.num_verifier_accepted
+        num_ruled_out = observation.num_discarded_by_grammar
+        num_rejected = observation.num_drafted - observation.num_verifier_accepted - num_ruled_out
         self._discarded_tokens.labels(model, method, "rejected").inc(num_rejected)
+        if num_ruled_out:
+            self._discarded_tokens.labels(model, method, "grammar").inc(num_ruled_out)
         self._discarded_tokens.labels(model, method, cut_reason).inc(observation.num_discarded_after_stop)
         self._discarded_tokens.labels(model, method, "over_limit").inc(observation.num_discarded_over_limit)
 

@@ -1,7 +1,7 @@
 """The RPCs of slipstream.v1.GenerationService: each checks its request and asks who knows the answer.
 
-Holds whether new generations are accepted. How they run is told in server/generation.py, what they mean in
-server/convert.py.
+Whether new generations are accepted is told in server/serving.py, how they run in server/generation.py, what they mean
+in server/convert.py.
 """
 
 # ruff: noqa: N802 - methods have the names of the RPCs
@@ -14,13 +14,11 @@ from typing import Any
 
 import grpc
 
-from engine.errors import EngineUnavailableError, InvalidRequestError
+from engine.errors import InvalidRequestError
 from server.convert import check_token_ids, reject_unknown_fields
-from server.generation import Backend, Generator
-from server.live import LiveCalls
-from server.metrics import Metrics
 from server.pb.slipstream.v1 import generation_pb2 as pb
 from server.pb.slipstream.v1 import generation_pb2_grpc as pb_grpc
+from server.serving import Serving
 
 SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
 MAX_ABORT_IDS = 1024
@@ -29,36 +27,23 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class GenerationService(pb_grpc.GenerationServiceServicer):
-    """Refuses generations until `serve`, and again from `refuse` on."""
+    """Our own protocol."""
 
-    def __init__(self, live: LiveCalls, metrics: Metrics, *, max_message_bytes: int) -> None:
-        self._live = live
-        self._generator = Generator(live, metrics)
-        self._metrics = metrics
+    def __init__(self, serving: Serving, *, max_message_bytes: int) -> None:
+        self._serving = serving
         self._max_message_bytes = max_message_bytes
         self._started_at = time.monotonic()
-        self._backend: Backend | None = None
-        self._refusal: str | None = "the engine is loading"
-
-    def serve(self, backend: Backend) -> None:
-        self._backend = backend
-        self._refusal = None
-
-    def refuse(self, reason: str) -> None:
-        """New generations fail with this reason; those that run go on."""
-        self._refusal = reason
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
-        await self._generator.run(self._accepting(), request, _Streamed(context))
+        await self._serving.run(request, _Streamed(context), deadline_of(context))
 
     async def GenerateOnce(
         self, request: pb.GenerateOnceRequest, context: Context
     ) -> pb.GenerateOnceResponse:
-        backend = self._accepting()
         reject_unknown_fields(request)
         collected = _Collected()
         try:
-            await self._generator.run(backend, request.request, collected)
+            await self._serving.run(request.request, collected, deadline_of(context))
         except InvalidRequestError as error:
             error.field = f"request.{error.field}"  # the path in the message that the client sent
             raise
@@ -70,11 +55,11 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
             raise InvalidRequestError(
                 "request_ids", f"got {len(request.request_ids)} ids, expected 1..{MAX_ABORT_IDS}"
             )
-        aborted = [request_id for request_id in dict.fromkeys(request.request_ids) if self._abort(request_id)]
-        return pb.AbortResponse(aborted_request_ids=aborted)
+        ids = dict.fromkeys(request.request_ids)
+        return pb.AbortResponse(aborted_request_ids=filter(self._serving.abort, ids))
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
-        text = self._ready().text
+        text = self._serving.ready().text
         reject_unknown_fields(request)
         has_option = request.HasField("add_special_tokens")
         match request.WhichOneof("prompt"):
@@ -93,7 +78,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
                 raise InvalidRequestError("prompt", "is unset, expected text or chat")
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
-        backend = self._ready()
+        backend = self._serving.ready()
         reject_unknown_fields(request)
         ids = list(request.token_ids)
         check_token_ids("token_ids", ids, backend.client.model_info.vocab_size)
@@ -103,7 +88,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
     async def GetModelInfo(
         self, request: pb.GetModelInfoRequest, context: Context
     ) -> pb.GetModelInfoResponse:
-        backend = self._ready()
+        backend = self._serving.ready()
         reject_unknown_fields(request)
         info = backend.client.model_info
         return pb.GetModelInfoResponse(
@@ -122,7 +107,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
     async def GetServerInfo(
         self, request: pb.GetServerInfoRequest, context: Context
     ) -> pb.GetServerInfoResponse:
-        info = self._ready().client.model_info
+        info = self._serving.ready().client.model_info
         reject_unknown_fields(request)
         return pb.GetServerInfoResponse(
             version=version("slipstream"),
@@ -151,7 +136,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         )
 
     async def GetLoads(self, request: pb.GetLoadsRequest, context: Context) -> pb.GetLoadsResponse:
-        stats = self._ready().client.stats
+        stats = self._serving.ready().client.stats
         reject_unknown_fields(request)
         return pb.GetLoadsResponse(
             running_requests=stats.num_running,
@@ -159,29 +144,14 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
             waiting_tokens=stats.num_waiting_tokens,
             kv_cache_usage=stats.kv_cache_usage,
             free_blocks=stats.num_free_blocks + stats.num_cached_blocks,
-            draining=self._refusal is not None,
+            draining=self._serving.refusal is not None,
         )
 
-    def _ready(self) -> Backend:
-        if self._backend is None:
-            raise EngineUnavailableError(self._refusal or "the engine is loading")
-        return self._backend
 
-    def _accepting(self) -> Backend:
-        if self._refusal is not None:
-            error = EngineUnavailableError(self._refusal)
-            self._metrics.request_rejected(error.reason)
-            raise error
-        return self._ready()
-
-    def _abort(self, request_id: str) -> bool:
-        """End the choices of a live call. False when there is nothing left to end."""
-        call = self._live.find(request_id)
-        if call is None or call.is_aborted or self._backend is None:
-            return False
-        call.is_aborted = True
-        aborted = self._backend.client.abort(list(call.engine_ids))
-        return bool(aborted) or not call.is_submitted
+def deadline_of(context: Context) -> float | None:
+    """As of time.monotonic()."""
+    remaining = context.time_remaining()
+    return None if remaining is None else time.monotonic() + remaining
 
 
 class _Streamed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.device import to_device
+from engine.kv_spec import KVGroupSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +32,9 @@ class AttentionInputs:
     block_tables: tuple[torch.Tensor, ...]  # per KV group: [num_reqs, max_blocks] int32
     slot_mappings: tuple[torch.Tensor, ...]  # per KV group: [num_tokens] int64; PAD_SLOT_ID writes nowhere
     block_size: int
+    is_captured: bool = (
+        False  # lengths on the host bound any batch of this shape; none of them is a batch's own
+    )
 
     @property
     def num_reqs(self) -> int:
@@ -81,7 +86,16 @@ class NeededTokens:
 
 @dataclass(frozen=True)
 class LayerKVCache:
-    """K and V of one layer: [num_blocks, block_size, num_kv_heads, head_size] each."""
+    """K and V of one layer: [num_blocks, block_size, num_kv_heads, head_size] each.
+
+    Of a group with a `value_size`, V is a view of K's first features, and as wide.
+    """
 
     key: torch.Tensor
     value: torch.Tensor
+
+    @staticmethod
+    def of_group(group: KVGroupSpec, make: Callable[[], torch.Tensor]) -> LayerKVCache:
+        """`make`: a new tensor of K's shape."""
+        key = make()
+        return LayerKVCache(key, make() if group.value_size is None else key[..., : group.value_size])

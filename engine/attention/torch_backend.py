@@ -64,9 +64,12 @@ class TorchAttentionBackend(AttentionBackend):
             for index, group in enumerate(groups)
         ]
 
-    def write_kv(self, key: torch.Tensor, value: torch.Tensor, cache: LayerKVCache, metadata: Any) -> None:
+    def write_kv(
+        self, key: torch.Tensor, value: torch.Tensor | None, cache: LayerKVCache, metadata: Any
+    ) -> None:
         writes: _Writes = metadata.writes
-        for source, target in ((key, cache.key), (value, cache.value)):
+        pairs = [(key, cache.key)] if value is None else [(key, cache.key), (value, cache.value)]
+        for source, target in pairs:
             flat = target.flatten(0, 1)  # [num_slots, num_kv_heads, head_size]
             if writes.rows is not None:
                 source = source.index_select(0, writes.rows)
@@ -78,7 +81,8 @@ class TorchAttentionBackend(AttentionBackend):
         batches: list[_Batch] = metadata.batches
         if len(batches) == 1:
             return _attend_batch(query, cache, batches[0], scale)
-        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        shape = (*query.shape[:-1], cache.value.shape[-1])
+        output = torch.empty(shape, dtype=query.dtype, device=query.device)
         for batch in batches:
             output[batch.tokens] = _attend_batch(query[batch.tokens], cache, batch, scale)
         return output
@@ -174,11 +178,15 @@ def _redirect_padding(slot_mapping: torch.Tensor) -> _Writes:
 
 
 def _attend_batch(query: torch.Tensor, cache: LayerKVCache, batch: _Batch, scale: float) -> torch.Tensor:
-    """query: [num_reqs * query_len, num_heads, head_size]; returns the same shape."""
+    """query: [num_reqs * query_len, num_heads, head_size]; returns the same shape, as wide as the values."""
     num_kv_heads, head_size = cache.key.shape[2:]
-    shape = (batch.num_reqs, -1, num_kv_heads, head_size)
-    key = cache.key.flatten(0, 1).index_select(0, batch.slots).view(shape).transpose(1, 2)
-    value = cache.value.flatten(0, 1).index_select(0, batch.slots).view(shape).transpose(1, 2)
+    key, value = (
+        part.flatten(0, 1)
+        .index_select(0, batch.slots)
+        .view(batch.num_reqs, -1, num_kv_heads, part.shape[-1])
+        .transpose(1, 2)
+        for part in (cache.key, cache.value)
+    )
     grouped = query.view(batch.num_reqs, batch.query_len, num_kv_heads, -1, head_size)
     if batch.query_len > MAX_SHARED_QUERY_LEN:
         return _attend_chunk(grouped[0], key, value, batch.mask, scale)
@@ -192,15 +200,15 @@ def _attend_shared(
     """All query rows of a KV head, of every head in its group, are the rows of one small matrix.
 
     query: [num_reqs, query_len, num_kv_heads, group, head_size]; key, value: [num_reqs, num_kv_heads,
-    num_keys, head_size]; mask: [num_reqs, query_len, num_keys] bool. Returns [num_reqs * query_len,
-    num_heads, head_size].
+    num_keys, head_size or value_size]; mask: [num_reqs, query_len, num_keys] bool. Returns [num_reqs * query_len,
+    num_heads, value_size].
     """
     num_reqs, query_len, num_kv_heads, group, head_size = query.shape
     rows = query.permute(0, 2, 3, 1, 4).reshape(num_reqs, num_kv_heads, group * query_len, head_size)
     mask = mask[:, None, None].expand(-1, 1, group, -1, -1).reshape(num_reqs, 1, group * query_len, -1)
     output = F.scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scale)
-    output = output.view(num_reqs, num_kv_heads, group, query_len, head_size).permute(0, 3, 1, 2, 4)
-    return output.reshape(num_reqs * query_len, num_kv_heads * group, head_size)
+    output = output.view(num_reqs, num_kv_heads, group, query_len, -1).permute(0, 3, 1, 2, 4)
+    return output.reshape(num_reqs * query_len, num_kv_heads * group, -1)
 
 
 def _attend_chunk(
@@ -208,10 +216,11 @@ def _attend_chunk(
 ) -> torch.Tensor:
     """One request's chunk. The head group is the batch dimension, over which K and V are views, not copies.
 
-    query: [query_len, num_kv_heads, group, head_size]; key, value: [1, num_kv_heads, num_keys, head_size];
-    mask: [1, query_len, num_keys] bool, or None for plain causal. Returns [query_len, num_heads, head_size].
+    query: [query_len, num_kv_heads, group, head_size]; key, value: [1, num_kv_heads, num_keys, head_size or
+    value_size]; mask: [1, query_len, num_keys] bool, or None for plain causal. Returns [query_len, num_heads,
+    value_size].
     """
-    query_len, num_kv_heads, group, head_size = query.shape
+    query_len, num_kv_heads, group, _ = query.shape
     output = F.scaled_dot_product_attention(
         query.permute(2, 1, 0, 3),
         key.expand(group, -1, -1, -1),
@@ -220,4 +229,4 @@ def _attend_chunk(
         is_causal=mask is None,
         scale=scale,
     )
-    return output.permute(2, 1, 0, 3).reshape(query_len, num_kv_heads * group, head_size)
+    return output.permute(2, 1, 0, 3).reshape(query_len, num_kv_heads * group, -1)

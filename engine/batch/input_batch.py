@@ -34,6 +34,7 @@ class InputBatch:
     query_lens: torch.Tensor  # [num_reqs] int64; scheduled tokens
     is_prefill: torch.Tensor  # [num_reqs] bool
     num_drafts: torch.Tensor  # [num_reqs] int64; valid drafts to verify
+    num_wanted: torch.Tensor  # [num_reqs] int64; drafts wanted for the next step
     max_drafts: int  # largest number of planned drafts in the batch
     input_ids: torch.Tensor  # [num_tokens] int64
     logits_indices: torch.Tensor  # [num_logits] int64; token index of each logits row
@@ -65,8 +66,9 @@ class BatchLayout:
     max_drafts: int
     rows: torch.Tensor  # [num_reqs]
     planned_starts: torch.Tensor  # [num_reqs]; -1: where the row's computed tokens end
-    lens: torch.Tensor  # [num_reqs]
-    planned_drafts: torch.Tensor  # [num_reqs]
+    lens: torch.Tensor  # [num_reqs]; a decode may have more tokens than the last one and its drafts: padding
+    planned_drafts: torch.Tensor  # [num_reqs]; drafts to verify, at most
+    wanted_drafts: torch.Tensor  # [num_reqs]; drafts to make
     query_start: torch.Tensor  # [num_reqs + 1]
     logits_start: torch.Tensor  # [num_reqs + 1]
     token_reqs: torch.Tensor  # [num_tokens]; batch index
@@ -89,14 +91,16 @@ def derive_batch(layout: BatchLayout, rows: RequestRows, block_tables: BlockTabl
     starts = torch.where(layout.planned_starts >= 0, layout.planned_starts, computed)
     positions = starts[layout.token_reqs] + layout.token_offsets
     token_rows = row_ids[layout.token_reqs]
-    limits = rows.token_limit[row_ids].to(torch.int64)
-    token_limits = limits[layout.token_reqs]
+    is_prefill = layout.planned_starts >= 0
+    ends = starts + torch.where(is_prefill, layout.lens, 1 + layout.planned_drafts)
+    # Behind the limit nothing is stored: tokens there see what is, and what they give is never emitted.
+    ends = torch.minimum(ends, rows.token_limit[row_ids])
+    token_limits = ends[layout.token_reqs]
     attention = AttentionInputs(
         query_lens=layout.query_lens,
         max_seq_lens=layout.max_seq_lens,
         query_start_loc=layout.query_start.to(torch.int32),
-        # Behind the limit nothing is stored: tokens there see what is, and what they give is never emitted.
-        seq_lens=torch.minimum(starts + layout.lens, limits).to(torch.int32),
+        seq_lens=ends.to(torch.int32),
         positions=positions,
         block_tables=tuple(table[row_ids] for table in block_tables.tables),
         slot_mappings=tuple(
@@ -111,8 +115,9 @@ def derive_batch(layout: BatchLayout, rows: RequestRows, block_tables: BlockTabl
         rows=row_ids,
         starts=starts,
         query_lens=layout.lens,
-        is_prefill=layout.planned_starts >= 0,
+        is_prefill=is_prefill,
         num_drafts=torch.minimum(rows.num_drafts[row_ids].to(torch.int64), layout.planned_drafts),
+        num_wanted=layout.wanted_drafts,
         max_drafts=layout.max_drafts,
         input_ids=rows.token_history[token_rows, positions].to(torch.int64),
         logits_indices=layout.logits_indices,
@@ -149,6 +154,7 @@ def _lay_out(scheduled: Sequence[ScheduledRequest], device: torch.device) -> Bat
         np.array([entry.start for entry in scheduled], dtype=np.int64),
         lens,
         np.array([entry.num_drafts for entry in scheduled], dtype=np.int64),
+        np.array([entry.num_next_drafts for entry in scheduled], dtype=np.int64),
         query_start,
         logits_start,
         req_of_token,
@@ -156,7 +162,7 @@ def _lay_out(scheduled: Sequence[ScheduledRequest], device: torch.device) -> Bat
         req_of_logit,
         logits_indices,
     ]
-    (row_ids, planned_starts, dev_lens, planned_drafts, dev_query_start, dev_logits_start,
+    (row_ids, planned_starts, dev_lens, planned_drafts, wanted_drafts, dev_query_start, dev_logits_start,
      token_reqs, token_offsets, logits_reqs, dev_logits_indices) = _copy_packed(host, device)  # fmt: skip
     return BatchLayout(
         scheduled=scheduled,
@@ -169,6 +175,7 @@ def _lay_out(scheduled: Sequence[ScheduledRequest], device: torch.device) -> Bat
         planned_starts=planned_starts,
         lens=dev_lens,
         planned_drafts=planned_drafts,
+        wanted_drafts=wanted_drafts,
         query_start=dev_query_start,
         logits_start=dev_logits_start,
         token_reqs=token_reqs,
@@ -178,29 +185,41 @@ def _lay_out(scheduled: Sequence[ScheduledRequest], device: torch.device) -> Bat
     )
 
 
-def lay_out_decode(rows: torch.Tensor, max_seq_len: int) -> BatchLayout:
-    """Every row computes its last token, nobody verifies drafts. rows: [num_reqs] int64, read when the batch is
-    derived; max_seq_len: of any of them, at any time.
+def lay_out_decode(
+    rows: torch.Tensor,
+    planned_drafts: torch.Tensor,
+    wanted_drafts: torch.Tensor,
+    *,
+    max_drafts: int,
+    max_seq_len: int,
+) -> BatchLayout:
+    """Every row computes its last token and up to `max_drafts` drafts: 1 + max_drafts tokens, padding included.
+
+    rows, planned_drafts, wanted_drafts: [num_reqs] int64, read when the batch is derived; max_seq_len: of any of the
+    rows, at any time.
     """
-    num_reqs = len(rows)
-    index = torch.arange(num_reqs + 1, device=rows.device)
+    num_reqs, width = len(rows), 1 + max_drafts
+    starts = torch.arange(num_reqs + 1, device=rows.device) * width
+    tokens = torch.arange(num_reqs * width, device=rows.device)
+    token_reqs = tokens // width
     return BatchLayout(
         scheduled=(),
         row_list=[],
-        query_lens=[1] * num_reqs,
+        query_lens=[width] * num_reqs,
         max_seq_lens=[max_seq_len] * num_reqs,
         logits_row_list=[],
-        max_drafts=0,
+        max_drafts=max_drafts,
         rows=rows,
         planned_starts=torch.full_like(rows, -1),
-        lens=torch.ones_like(rows),
-        planned_drafts=torch.zeros_like(rows),
-        query_start=index,
-        logits_start=index,
-        token_reqs=index[:-1],
-        token_offsets=torch.zeros_like(rows),
-        logits_reqs=index[:-1],
-        logits_indices=index[:-1],
+        lens=torch.full_like(rows, width),
+        planned_drafts=planned_drafts,
+        wanted_drafts=wanted_drafts,
+        query_start=starts,
+        logits_start=starts,
+        token_reqs=token_reqs,
+        token_offsets=tokens % width,
+        logits_reqs=token_reqs,
+        logits_indices=tokens,
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 
+from engine.control import Action, Result
 from engine.errors import EngineError
 from engine.messages import AddRequest, LoadProgress, ModelInfo, RequestOutput
 from engine.stats import EngineStats, StepStats
@@ -60,6 +61,12 @@ class EngineClient(ABC):
     @abstractmethod
     def abort(self, request_ids: list[str]) -> list[str]:
         """End these requests; their streams finish with reason `cancelled`. Returns those that were live."""
+
+    @abstractmethod
+    async def control(self, action: Action[Result]) -> Result:
+        """Ask the engine to do something and wait until it is done. Raises EngineError for what is refused, and
+        EngineUnavailableError when there is no engine, or no longer.
+        """
 
     @abstractmethod
     def on_step(self, callback: Callable[[list[RequestOutput], StepStats | None], None]) -> None:

@@ -4,30 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import shutil
 import signal
-import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 
 import zmq
 import zmq.asyncio
 
-from engine.errors import ConfigError, EngineUnavailableError
+from engine.client.socket_directory import SocketDirectory
+from engine.errors import EngineUnavailableError
 
 log = logging.getLogger(__name__)
 
-SOCKET_NAME = "engine"
-MAX_SOCKET_PATH_BYTES = 107  # sockaddr_un.sun_path without its final zero
 RECONNECT_MS = 10  # until the engine has bound its socket
 
 
 class EngineProcess:
     """Made by `spawn`, freed by `stop`."""
 
-    def __init__(self, directory: Path, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, directory: SocketDirectory, process: asyncio.subprocess.Process) -> None:
         self._directory = directory
         self._process = process
         self._context = zmq.asyncio.Context()
@@ -36,20 +31,20 @@ class EngineProcess:
         self.socket.setsockopt(zmq.RCVHWM, 0)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
-        self.socket.connect(_address(directory))
+        self.socket.connect(directory.address)
 
     @classmethod
     async def spawn(cls, command: Sequence[str], config_json: bytes) -> EngineProcess:
         """Start `command ADDRESS` with the configuration as first line on stdin, which stays open: its end
         tells the engine that this process is gone. Raises EngineUnavailableError.
         """
-        directory = _make_private_directory()
+        directory = SocketDirectory()
         try:
             process = await asyncio.create_subprocess_exec(
-                *command, _address(directory), stdin=asyncio.subprocess.PIPE
+                *command, directory.address, stdin=asyncio.subprocess.PIPE
             )
         except BaseException as error:
-            shutil.rmtree(directory)
+            directory.remove()
             if isinstance(error, OSError):
                 raise EngineUnavailableError(f"cannot start the engine process: {error}") from None
             raise
@@ -79,6 +74,11 @@ class EngineProcess:
                 self._process.kill()
                 await self._process.wait()
 
+    def kill(self) -> None:
+        """At once, if it still runs."""
+        if self._process.returncode is None:
+            self._process.kill()
+
     async def close(self) -> None:
         """Free what is left of an ended process."""
         self.socket.close()
@@ -87,19 +87,4 @@ class EngineProcess:
         self._process.stdin.close()
         with suppress(BrokenPipeError, ConnectionResetError):
             await self._process.stdin.wait_closed()
-        shutil.rmtree(self._directory)
-
-
-def _address(directory: Path) -> str:
-    return f"ipc://{directory / SOCKET_NAME}"
-
-
-def _make_private_directory() -> Path:
-    """A new directory (mode 0700) whose path leaves room for the socket's name."""
-    for parent in (tempfile.gettempdir(), "/tmp"):
-        if len(os.fsencode(f"{parent}/slipstream-12345678/{SOCKET_NAME}")) <= MAX_SOCKET_PATH_BYTES:
-            return Path(tempfile.mkdtemp(prefix="slipstream-", dir=parent))
-    raise ConfigError(
-        f"TMPDIR: got {tempfile.gettempdir()!r}, expected a shorter path: the address of a socket may have "
-        f"{MAX_SOCKET_PATH_BYTES} bytes"
-    )
+        self._directory.remove()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,7 @@ from engine.messages import FromEngine, Hello
 log = logging.getLogger(__name__)
 
 ENGINE_COMMAND = (sys.executable, "-m", "engine.main")
+LOOKS_PER_TIMEOUT = 8
 QUIET_MS = 100  # the last messages of a dead engine have come when there was none for so long
 
 
@@ -32,6 +34,7 @@ class _Running:
     engine: EngineProcess
     reader: asyncio.Task[None]
     watcher: asyncio.Task[None]
+    watchdog: asyncio.Task[None]
 
 
 class ProcessEngineClient(StreamingClient):
@@ -44,12 +47,16 @@ class ProcessEngineClient(StreamingClient):
         command: Sequence[str] = ENGINE_COMMAND,
         slow_reader_timeout: float = 60.0,
         stop_timeout: float = 10.0,
+        step_timeout: float = 0.0,
     ) -> None:
-        """Timeouts in seconds; an engine that does not stop within `stop_timeout` is killed."""
+        """Timeouts in seconds; an engine that does not stop within `stop_timeout`, or that has work and is silent for
+        `step_timeout` (0: for ever), is killed.
+        """
         super().__init__(config.scheduler.max_waiting, slow_reader_timeout)
         self._config = config
         self._command = command
         self._stop_timeout = stop_timeout
+        self._step_timeout = step_timeout
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
         self._running: _Running | None = None
@@ -66,9 +73,9 @@ class ProcessEngineClient(StreamingClient):
         engine.socket.send(self._encoder.encode(Hello()))
         reader = asyncio.create_task(self._read(engine), name="engine-reader")
         reader.add_done_callback(self._on_reader_done)
-        self._running = _Running(
-            engine, reader, asyncio.create_task(self._watch(engine), name="engine-watcher")
-        )
+        watcher = asyncio.create_task(self._watch(engine), name="engine-watcher")
+        watchdog = asyncio.create_task(self._kill_when_silent(engine), name="engine-watchdog")
+        self._running = _Running(engine, reader, watcher, watchdog)
 
     def _send(self, message: Command) -> None:
         assert self._running is not None
@@ -77,6 +84,7 @@ class ProcessEngineClient(StreamingClient):
     async def _shut_down(self) -> None:
         if self._running is None:
             return
+        self._running.watchdog.cancel()
         await self._running.engine.stop(self._stop_timeout)
         await self._running.watcher  # which waits for the last messages
         self._running.reader.cancel()
@@ -104,3 +112,14 @@ class ProcessEngineClient(StreamingClient):
         while await engine.socket.poll(QUIET_MS):
             await asyncio.sleep(0)  # the reader takes it
         self._fail(EngineUnavailableError(f"the engine process {end}"))
+
+    async def _kill_when_silent(self, engine: EngineProcess) -> None:
+        """A step that hangs, in a driver or on the device, cannot be ended in any other way."""
+        if not self._step_timeout:
+            return
+        while self._seconds_without_news(time.monotonic()) < self._step_timeout:
+            await asyncio.sleep(self._step_timeout / LOOKS_PER_TIMEOUT)
+        engine.kill()
+        self._fail(
+            EngineUnavailableError(f"the engine was silent for {self._step_timeout:g} s and was killed")
+        )

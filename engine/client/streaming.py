@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from abc import abstractmethod
 from collections.abc import Callable
+from typing import cast
 
 from engine.client.base import EngineClient, RequestStream
 from engine.client.stream import MergingStream
+from engine.control import Action, AnyAction, AnyResult, Result
 from engine.errors import (
     EngineError,
     EngineUnavailableError,
@@ -24,6 +27,8 @@ from engine.loop import Command
 from engine.messages import (
     AbortRequests,
     AddRequest,
+    Control,
+    ControlAnswer,
     EngineFailed,
     FinishInfo,
     FromEngine,
@@ -52,6 +57,8 @@ class StreamingClient(EngineClient):
         # A request stays here until the engine said how it ended, even after its reader has left: only then
         # can its id be used again.
         self._streams: dict[str, MergingStream] = {}
+        self._controls: dict[str, asyncio.Future[AnyResult]] = {}  # without an answer
+        self._heard_at = 0.0  # time.monotonic() of the last message, or of the work that ended an idle time
         self._step_callbacks: list[StepCallback] = []
         self._on_progress: Callable[[LoadProgress], None] | None = None
         self._model_info: ModelInfo | None = None
@@ -119,6 +126,8 @@ class StreamingClient(EngineClient):
                 f"{self._stats.num_waiting} requests wait, the limit is {self._max_waiting}",
                 RETRY_AFTER_SECONDS,
             )
+        if not self._streams:
+            self._heard_at = time.monotonic()  # of an idle engine nobody expects news
         stream = MergingStream(request.request_id, lambda: self._send(AbortRequests([request.request_id])))
         self._streams[request.request_id] = stream
         self._send(request)
@@ -129,6 +138,18 @@ class StreamingClient(EngineClient):
         if live:
             self._send(AbortRequests(live))
         return live
+
+    async def control(self, action: Action[Result]) -> Result:
+        if not self.is_alive:
+            raise EngineUnavailableError("the engine is not ready")
+        control_id = f"control-{secrets.token_hex(8)}"
+        answer: asyncio.Future[AnyResult] = asyncio.get_running_loop().create_future()
+        self._controls[control_id] = answer
+        self._send(Control(control_id, cast(AnyAction, action)))
+        try:
+            return cast(Result, await answer)
+        finally:
+            self._controls.pop(control_id, None)
 
     def on_step(self, callback: StepCallback) -> None:
         self._step_callbacks.append(callback)
@@ -148,12 +169,15 @@ class StreamingClient(EngineClient):
             await self._shut_down()
             if self._ready is not None and not self._ready.done():
                 self._ready.set_exception(EngineUnavailableError("the engine was stopped while it started"))
+            for control_id in list(self._controls):
+                self._end_control(control_id, EngineUnavailableError("the engine was stopped"))
             for stream in self._take_streams():
                 stream.put(_cancelled(stream.request_id), time.monotonic())
 
     # ---- what comes from the engine ----------------------------------------------------------------------
 
     def _receive(self, message: FromEngine) -> None:
+        self._heard_at = time.monotonic()
         match message:
             case StepMessage():
                 self._receive_step(message)
@@ -161,13 +185,18 @@ class StreamingClient(EngineClient):
                 refused = self._streams.pop(message.request_id, None)
                 if refused is not None:
                     refused.fail(message.to_error())
+                self._end_control(message.request_id, message.to_error())
+            case ControlAnswer():
+                self._end_control(message.control_id, message.result)
             case LoadProgress():
                 if self._on_progress is not None:
                     self._on_progress(message)
             case ModelInfo():
                 self._model_info = message
-                self._stats = EngineStats(num_blocks=message.num_blocks, num_free_blocks=message.num_blocks)
                 if self._ready is not None and not self._ready.done():
+                    self._stats = EngineStats(
+                        num_blocks=message.num_blocks, num_free_blocks=message.num_blocks
+                    )
                     self._ready.set_result(None)
             case EngineFailed():
                 self._fail(message.to_error())
@@ -196,8 +225,24 @@ class StreamingClient(EngineClient):
             return
         log.error("the engine is gone: %s", reason)
         self._has_failed.set()
+        gone = EngineUnavailableError("the engine stopped working")
+        for control_id in list(self._controls):
+            self._end_control(control_id, gone)
         for stream in self._take_streams():
-            stream.fail(EngineUnavailableError("the engine stopped working"))
+            stream.fail(gone)
+
+    def _end_control(self, control_id: str, outcome: AnyResult | EngineError) -> None:
+        answer = self._controls.get(control_id)
+        if answer is None or answer.done():
+            return  # who asked has left
+        if isinstance(outcome, EngineError):
+            answer.set_exception(outcome)
+        else:
+            answer.set_result(outcome)
+
+    def _seconds_without_news(self, now: float) -> float:
+        """Of an engine that has work; 0 for one that has none."""
+        return now - self._heard_at if self._streams else 0.0
 
     def _take_streams(self) -> list[MergingStream]:
         streams = list(self._streams.values())

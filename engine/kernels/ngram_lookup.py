@@ -7,11 +7,32 @@ the repetition went on. Example, max_n 3, h = [1, 2, 3, 9, 1, 2, 3]: p = 2 with 
 
 Shapes: history [num_rows, capacity] int32; rows, num_tokens [num_reqs] int64; result token_ids [num_reqs, k] int64
 (-1 where no match) and found [num_reqs] bool. `max_len` bounds num_tokens from above on the host. No host sync.
+Grid: one program a request, which reads as far as its own tokens go.
 """
 
 from __future__ import annotations
 
 import torch
+
+from engine.kernels.triton_support import jit, next_power_of_2, tl
+
+BLOCK = 1024  # positions at a time
+
+
+def ngram_lookup(
+    history: torch.Tensor,
+    rows: torch.Tensor,
+    num_tokens: torch.Tensor,
+    *,
+    max_len: int,
+    k: int,
+    min_n: int,
+    max_n: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See the module docstring."""
+    if history.is_cuda:
+        return ngram_lookup_triton(history, rows, num_tokens, k=k, min_n=min_n, max_n=max_n)
+    return ngram_lookup_reference(history, rows, num_tokens, max_len=max_len, k=k, min_n=min_n, max_n=max_n)
 
 
 def ngram_lookup_reference(
@@ -44,3 +65,65 @@ def ngram_lookup_reference(
     source = (best[:, None] + 1 + steps % period[:, None]).clamp(max=max_len - 1)
     drafts = tokens.gather(1, source).to(torch.int64)
     return torch.where(found[:, None], drafts, -1), found
+
+
+@jit
+def _ngram_lookup_kernel(
+    history_ptr,
+    rows_ptr,
+    num_tokens_ptr,
+    drafts_ptr,
+    found_ptr,
+    stride,
+    K: tl.constexpr,
+    K_PAD: tl.constexpr,
+    MIN_N: tl.constexpr,
+    MAX_N: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    request = tl.program_id(0)
+    history = history_ptr + tl.load(rows_ptr + request) * stride
+    last = tl.load(num_tokens_ptr + request).to(tl.int32) - 1
+    lanes = tl.arange(0, BLOCK)
+    # One key orders by length, then by position: lengths are at most MAX_N.
+    best = tl.full([BLOCK], -1, tl.int64)
+    for start in range(0, last, BLOCK):
+        positions = start + lanes
+        runs = positions < last
+        length = tl.zeros([BLOCK], tl.int64)
+        for offset in tl.static_range(MAX_N):
+            tail = tl.load(history + last - offset, mask=last >= offset, other=-1)
+            token = tl.load(history + positions - offset, mask=runs & (positions >= offset), other=-2)
+            runs = runs & (token == tail)
+            length += runs.to(tl.int64)
+        best = tl.maximum(best, tl.where(length > 0, (length << 32) + positions, -1))
+    key = tl.max(best, axis=0)
+    found = key >= (MIN_N << 32)
+    match = (key & 0xFFFFFFFF).to(tl.int32)
+    steps = tl.arange(0, K_PAD)
+    period = tl.maximum(last - match, 1)
+    source = match + 1 + steps % period
+    drafts = tl.load(history + source, mask=found & (steps < K), other=-1).to(tl.int64)
+    tl.store(drafts_ptr + request * K + steps, drafts, mask=steps < K)
+    tl.store(found_ptr + request, found)
+
+
+def ngram_lookup_triton(
+    history: torch.Tensor, rows: torch.Tensor, num_tokens: torch.Tensor, *, k: int, min_n: int, max_n: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    drafts = torch.empty(len(rows), k, dtype=torch.int64, device=history.device)
+    found = torch.empty(len(rows), dtype=torch.bool, device=history.device)
+    _ngram_lookup_kernel[(len(rows),)](
+        history,
+        rows,
+        num_tokens,
+        drafts,
+        found,
+        history.stride(0),
+        K=k,
+        K_PAD=next_power_of_2(k),
+        MIN_N=min_n,
+        MAX_N=max_n,
+        BLOCK=BLOCK,
+    )
+    return drafts, found

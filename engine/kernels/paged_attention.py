@@ -17,8 +17,9 @@ token r // group, member r % group. A block of BLOCK_Q tokens belongs to one req
 query_start[r] // BLOCK_Q + r. Example, BLOCK_Q 4, query lengths [5, 1, 3]: query_start [0, 5, 6], first blocks
 [0, 2, 3]; request 0 has blocks 0 and 1, the grid has 9 // 4 + 3 = 5 blocks.
 
-Long contexts are split into segments of SEGMENT keys at fixed absolute positions (flash decoding, Dao et al. 2023),
-which a second kernel merges in order: a row's result does not depend on its neighbours or on the batch.
+Contexts of decodes are split into segments at fixed absolute positions (flash decoding, Dao et al.
+2023), merged in order: a row's result does not depend on its neighbours or on the batch. The program that finishes last
+of a block's segments merges them, or, if they are many, a second kernel does, one program a token and head.
 """
 
 from __future__ import annotations
@@ -27,7 +28,16 @@ import torch
 import triton
 import triton.language as tl
 
-SEGMENT = 512  # keys of one program where a context is split
+from engine.kernels.attention_segments import find_request, merge_segments_kernel
+from engine.kernels.triton_support import shared_memory_bytes
+
+SEGMENTS = (
+    128,
+    512,
+)  # keys of one program where a context is split: with few requests, and with enough of them
+ENOUGH_PROGRAMS = 256  # requests times KV heads that occupy a device without more than the necessary splits
+MAX_MERGED_IN_PLACE = 16  # segments; more are merged faster by more programs
+MAX_COUNTERS = 1 << 16  # of blocks of queries and KV heads whose segments are merged in place
 MAX_SPLIT_QUERY_LEN = 16  # query tokens of a request; longer chunks have parallelism enough
 
 
@@ -65,21 +75,6 @@ def paged_attention_reference(
 
 
 @triton.jit
-def _find_request(query_start_ptr, q_block, num_reqs, BLOCK_Q: tl.constexpr):
-    """The last request whose first query block is <= q_block, by binary search."""
-    low = 0
-    high = num_reqs
-    while low < high:
-        middle = (low + high) // 2
-        first = tl.load(query_start_ptr + middle) // BLOCK_Q + middle
-        if first <= q_block:
-            low = middle + 1
-        else:
-            high = middle
-    return low - 1
-
-
-@triton.jit
 def _paged_attention_kernel(
     query_ptr,
     key_ptr,
@@ -87,6 +82,7 @@ def _paged_attention_kernel(
     out_ptr,
     partial_ptr,
     stats_ptr,
+    counters_ptr,
     query_start_ptr,
     seq_lens_ptr,
     positions_ptr,
@@ -112,10 +108,11 @@ def _paged_attention_kernel(
     TILE: tl.constexpr,
     SEGMENT_SIZE: tl.constexpr,
     NUM_SEGMENTS: tl.constexpr,
+    MERGES: tl.constexpr,
 ):
     q_block = tl.program_id(0)
     kv_head = tl.program_id(1)
-    request = _find_request(query_start_ptr, q_block, num_reqs, BLOCK_Q)
+    request = find_request(query_start_ptr, q_block, num_reqs, BLOCK_Q)
     query_start = tl.load(query_start_ptr + request)
     query_len = tl.load(query_start_ptr + request + 1) - query_start
     first_query = (q_block - (query_start // BLOCK_Q + request)) * BLOCK_Q
@@ -146,6 +143,10 @@ def _paged_attention_kernel(
     key_end = tl.minimum(key_end, tl.load(seq_lens_ptr + request))
     if WINDOW > 0:
         key_begin = tl.maximum(computed + first_query - WINDOW + 1, 0)
+    if NUM_SEGMENTS > 1:
+        key_end = tl.minimum(key_end, NUM_SEGMENTS * SEGMENT_SIZE)  # who merges waits for nobody beyond the grid
+    first_segment = key_begin // SEGMENT_SIZE
+    last_segment = (key_end - 1) // SEGMENT_SIZE
     if NUM_SEGMENTS > 1:
         key_begin = tl.maximum(key_begin, tl.program_id(2) * SEGMENT_SIZE)
         key_end = tl.minimum(key_end, (tl.program_id(2) + 1) * SEGMENT_SIZE)
@@ -197,62 +198,40 @@ def _paged_attention_kernel(
         tl.store(partial_ptr + slot[:, None] * HEAD_SIZE + dims[None, :], acc, mask=row_mask)
         tl.store(stats_ptr + slot * 2, peak, mask=row_valid)
         tl.store(stats_ptr + slot * 2 + 1, total, mask=row_valid)
-    else:
-        result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-        tl.store(
-            out_ptr
-            + row_token[:, None] * out_stride_token
-            + row_head[:, None] * out_stride_head
-            + dims[None, :],
-            result.to(out_ptr.dtype.element_ty),
-            mask=row_mask,
-        )
-
-
-@triton.jit
-def _merge_segments_kernel(
-    partial_ptr,
-    stats_ptr,
-    out_ptr,
-    positions_ptr,
-    out_stride_token,
-    out_stride_head,
-    WINDOW: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    HEAD_PAD: tl.constexpr,
-    SEGMENT_SIZE: tl.constexpr,
-    NUM_SEGMENTS: tl.constexpr,
-):
-    """One program a (token, head). Reads exactly the segments that hold a key the row sees."""
-    token = tl.program_id(0)
-    head = tl.program_id(1)
-    position = tl.load(positions_ptr + token)
-    first = 0
-    if WINDOW > 0:
-        first = (tl.maximum(position - WINDOW + 1, 0) // SEGMENT_SIZE).to(tl.int32)
-    last = tl.minimum(position // SEGMENT_SIZE, NUM_SEGMENTS - 1).to(tl.int32)
-    dims = tl.arange(0, HEAD_PAD)
-    peak = float("-inf")
-    total = 0.0
-    acc = tl.zeros([HEAD_PAD], tl.float32)
-    for segment in range(first, last + 1):
-        slot = (token * NUM_HEADS + head) * NUM_SEGMENTS + segment
-        other_peak = tl.load(stats_ptr + slot * 2)
-        other_total = tl.load(stats_ptr + slot * 2 + 1)
-        part = tl.load(partial_ptr + slot * HEAD_SIZE + dims, mask=dims < HEAD_SIZE, other=0.0)
-        new_peak = tl.maximum(peak, other_peak)
-        shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        decay = tl.exp2(peak - shift)
-        other_decay = tl.exp2(other_peak - shift)
-        acc = acc * decay + part * other_decay
-        total = total * decay + other_total * other_decay
-        peak = new_peak
-    result = acc / tl.where(total > 0.0, total, 1.0)
+        if not MERGES:
+            return
+        # Who counts last sees what the others stored before they counted.
+        tl.debug_barrier()
+        counter = counters_ptr + q_block * tl.num_programs(1) + kv_head
+        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") < last_segment - first_segment:
+            return
+        tl.store(counter, 0)  # for the next launch
+        peak = tl.full([BLOCK_Q * GROUP_PAD], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_Q * GROUP_PAD], tl.float32)
+        acc = tl.zeros([BLOCK_Q * GROUP_PAD, HEAD_PAD], tl.float32)
+        slot = (row_token * NUM_HEADS + row_head) * NUM_SEGMENTS
+        for segment in range(first_segment, last_segment + 1):
+            own = slot + segment
+            other_peak = tl.load(stats_ptr + own * 2, mask=row_valid, other=0.0, cache_modifier=".cg")
+            other_total = tl.load(stats_ptr + own * 2 + 1, mask=row_valid, other=0.0, cache_modifier=".cg")
+            part = tl.load(
+                partial_ptr + own[:, None] * HEAD_SIZE + dims[None, :],
+                mask=row_mask,
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            new_peak = tl.maximum(peak, other_peak)
+            shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+            decay = tl.exp2(peak - shift)
+            other_decay = tl.exp2(other_peak - shift)
+            acc = acc * decay[:, None] + part * other_decay[:, None]
+            total = total * decay + other_total * other_decay
+            peak = new_peak
+    result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     tl.store(
-        out_ptr + token * out_stride_token + head * out_stride_head + dims,
+        out_ptr + row_token[:, None] * out_stride_token + row_head[:, None] * out_stride_head + dims[None, :],
         result.to(out_ptr.dtype.element_ty),
-        mask=dims < HEAD_SIZE,
+        mask=row_mask,
     )
 
 
@@ -269,22 +248,35 @@ def paged_attention(
     max_query_len: int,
     max_seq_len: int,
     window: int | None = None,
-    segment: int = SEGMENT,
+    counters: torch.Tensor | None = None,
+    segment: int | None = None,
+    tile: int | None = None,
 ) -> torch.Tensor:
-    """See the module docstring. positions: [num_tokens] int64; max_query_len, max_seq_len: host upper bounds."""
+    """See the module docstring. max_query_len, max_seq_len: host upper bounds. counters: [MAX_COUNTERS] int32, zeros,
+    which are zeros again afterwards; without them a second kernel merges. `segment`, `tile`: for measuring.
+    """
     num_tokens, num_heads, head_size = query.shape
     block_size, num_kv_heads = key_cache.shape[1], key_cache.shape[2]
     assert key_cache.stride() == value_cache.stride(), "key and value caches must have one layout"
     group = num_heads // num_kv_heads
     group_pad = triton.next_power_of_2(group)
     head_pad = max(16, triton.next_power_of_2(head_size))
-    is_split = max_query_len <= MAX_SPLIT_QUERY_LEN and max_seq_len > segment
+    is_few = max_query_len <= MAX_SPLIT_QUERY_LEN
+    segment = segment or SEGMENTS[len(seq_lens) * num_kv_heads >= ENOUGH_PROGRAMS]
+    is_split = is_few and max_seq_len > segment
     num_segments = -(-max_seq_len // segment) if is_split else 1
     is_wide = head_pad > 256  # the sums of 64 rows would not fit into registers
-    num_rows = 16 if max_query_len * group_pad <= 16 else 32 if is_wide else 64
+    # Decodes and verifications are computed alike, so that drafts cannot change a token's last bits.
+    num_rows = 16 if is_few else 32 if is_wide else 64
     block_q = max(num_rows // group_pad, 1)
-    # By shape and dtype only, never by the batch; two stages of keys and values must fit into shared memory.
-    tile = min(64 if head_pad < 256 else 32 if head_pad * key_cache.itemsize <= 1024 else 16, segment)
+    # Two stages of keys and values must fit into shared memory; the one tile of a short segment needs one stage.
+    row_bytes = head_pad * key_cache.itemsize
+    if tile is None:
+        tile = 64 if head_pad < 256 else 32 if row_bytes <= 1024 else 16
+        fits = 3 * segment * row_bytes <= shared_memory_bytes(query.device)
+        if segment == SEGMENTS[0] and is_split and row_bytes <= 512 and fits:
+            tile = segment
+    tile = min(tile, segment)
     out = torch.empty_like(query)
     partial = stats = out
     if is_split:
@@ -300,6 +292,11 @@ def paged_attention(
         "NUM_SEGMENTS": num_segments,
     }
     grid = (num_tokens // block_q + len(seq_lens), num_kv_heads, num_segments)
+    merges = (
+        counters is not None
+        and num_segments <= MAX_MERGED_IN_PLACE
+        and grid[0] * num_kv_heads <= len(counters)
+    )
     _paged_attention_kernel[grid](
         query,
         key_cache,
@@ -307,6 +304,7 @@ def paged_attention(
         out,
         partial,
         stats,
+        out if counters is None else counters,
         query_start_loc,
         seq_lens,
         positions,
@@ -326,12 +324,13 @@ def paged_attention(
         BLOCK_SIZE=block_size,
         BLOCK_Q=block_q,
         TILE=tile,
+        MERGES=merges,
         num_warps=8 if is_wide else 4,
         num_stages=2,
         **constants,
     )
-    if is_split:
-        _merge_segments_kernel[(num_tokens, num_heads)](
+    if is_split and not merges:
+        merge_segments_kernel[(num_tokens, num_heads)](
             partial, stats, out, positions, out.stride(0), out.stride(1), num_warps=1, **constants
         )
     return out

@@ -4,8 +4,11 @@ used on platforms without Triton.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 try:
     import triton
@@ -20,8 +23,17 @@ except ImportError:  # pragma: no cover
         return function
 
 
+@functools.cache
+def shared_memory_bytes(device: torch.device) -> int:
+    """What one program may use. The interpreter knows no limit."""
+    if device.type != "cuda":
+        return 1 << 30
+    properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
+    return int(properties["max_shared_mem"])
+
+
 def next_power_of_2(value: int) -> int:
     return 1 << (value - 1).bit_length()
 
 
-__all__ = ["jit", "next_power_of_2", "tl"]
+__all__ = ["jit", "next_power_of_2", "shared_memory_bytes", "tl"]

@@ -9,29 +9,23 @@ import torch
 from torch import nn
 
 from engine.attention.backend import AttentionContext
+from engine.kernels.attention_heads import HeadLayout
+from engine.layers.rotary import Rotation
 
 
 class Attention(nn.Module):
     """softmax(q k^T * scale) v over everything the request has cached, its own new tokens included."""
 
-    def __init__(
-        self, layer_index: int, *, num_heads: int, num_kv_heads: int, head_size: int, scale: float
-    ) -> None:
+    def __init__(self, layer_index: int, layout: HeadLayout, *, head_size: int, scale: float) -> None:
         super().__init__()
         self.layer_index = layer_index
-        self.num_heads = num_heads
-        self.num_kv_heads = num_kv_heads
+        self.layout = layout
         self.head_size = head_size
         self.scale = scale
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        context: AttentionContext,
-    ) -> torch.Tensor:
-        """query: [num_tokens, num_heads, head_size]; key, value: [num_tokens, num_kv_heads, head_size], or None to read
-        the cache of `layer_index` as it is. Returns [num_tokens, num_heads * head_size].
+    def forward(self, projected: torch.Tensor, rotation: Rotation, context: AttentionContext) -> torch.Tensor:
+        """projected: [num_tokens, heads * head_size], heads as the layout says: neither normed nor rotated. Returns
+        [num_tokens, num_heads * head_size].
         """
-        return context.attend(self.layer_index, query, key, value, self.scale).flatten(1)
+        heads = projected.view(len(projected), -1, self.head_size)
+        return context.attend_heads(self.layer_index, heads, self.layout, rotation, self.scale).flatten(1)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from engine.kernels.gated_activation import ActivationName, gated_activation
+from engine.kernels.gated_activation import ActivationName
 from engine.layers.linear import Linear
 
 
@@ -34,8 +34,12 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[num_tokens, hidden_size] -> the same."""
-        output: torch.Tensor = self.down(gated_activation(self.gate_up(x), self._activation))
+        output: torch.Tensor = self.down(self.gate_up.gated(x, self._activation))
         return output
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """residual + the output, [num_tokens, hidden_size]."""
+        return self.down.add_to(residual, self.gate_up.gated(x, self._activation))
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.gate_up.checkpoint_tensors(prefix)

@@ -10,7 +10,10 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from engine.kernels.add_normed import add_normed
+from engine.kernels.attention_heads import HeadNorm
 from engine.kernels.rms_norm import NormForm, add_rms_norm, rms_norm
+from engine.layers.linear import Linear, is_skinny
 
 
 class RMSNorm(nn.Module):
@@ -23,6 +26,11 @@ class RMSNorm(nn.Module):
         )  # [size]
         self.form = NormForm(eps, rounds_first=True)
 
+    @property
+    def of_heads(self) -> HeadNorm:
+        """As a norm of attention heads, which is done where they are rotated."""
+        return HeadNorm(self.weight, self.form)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Over the last dimension of x: [..., size]; returns the same shape and dtype."""
         return rms_norm(x, self.weight, self.form)
@@ -30,6 +38,15 @@ class RMSNorm(nn.Module):
     def add(self, x: torch.Tensor, branch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(x + branch, its norm), all of the shape of x."""
         return add_rms_norm(x, branch, self.weight, self.form)
+
+    def after(
+        self, x: torch.Tensor, linear: Linear, inputs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(x + linear(inputs), its norm), in the fewest launches."""
+        if is_skinny(inputs):
+            total = linear.add_to(x, inputs)
+            return total, self(total)
+        return self.add(x, linear(inputs))
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
         yield f"{prefix}.weight", self.weight
@@ -46,6 +63,19 @@ class GemmaRMSNorm(RMSNorm):
     ) -> None:
         super().__init__(size, eps, dtype=dtype, device=device)
         self.form = NormForm(eps, offset=offset)
+
+    def add_normed(
+        self,
+        x: torch.Tensor,
+        branch: torch.Tensor,
+        *,
+        scale: torch.Tensor | None = None,
+        next_norm: GemmaRMSNorm | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(total, next_norm(total)) with total = (x + norm(branch)) * scale; without a next norm the total twice."""
+        assert next_norm is None or next_norm.form == self.form
+        next_weight = None if next_norm is None else next_norm.weight
+        return add_normed(x, branch, self.weight, self.form, scale=scale, next_weight=next_weight)
 
 
 def normalise(x: torch.Tensor, eps: float) -> torch.Tensor:

@@ -39,7 +39,7 @@ class CentroidHead(nn.Module):
         self.centroids = Linear(hidden_size, parts, bias=False, dtype=dtype, device=device)
         self.register_buffer(
             "token_ids",
-            torch.zeros(num_centroids, vocab_size // num_centroids, dtype=torch.int64, device=device),
+            torch.arange(vocab_size, device=device).view(num_centroids, -1),
             persistent=False,
         )
         self.has_ordering = False

@@ -37,8 +37,9 @@ class DecoderConfig:
     is_tied: bool
 
     @staticmethod
-    def from_raw(raw: Mapping[str, Any]) -> DecoderConfig:
-        """Raises CheckpointError naming the key, what was got and what is expected."""
+    def from_raw(raw: Mapping[str, Any], rotary_share: float = 1.0) -> DecoderConfig:
+        """`rotary_share`: of a head's features, those that turn. Raises CheckpointError naming the key, what was got
+        and what is expected."""
         _refuse_unsupported(raw)
         num_heads = positive_int(raw, "num_attention_heads")
         num_kv_heads = positive_int(raw, "num_key_value_heads", num_heads)
@@ -62,7 +63,7 @@ class DecoderConfig:
             head_size=head_size,
             max_position_embeddings=max_positions,
             rms_norm_eps=number("rms_norm_eps", raw.get("rms_norm_eps", 1e-6)),
-            rope=_read_rope(raw, head_size, max_positions),
+            rope=read_rope(raw, head_size, max_positions, rotary_share),
             has_qkv_bias=has_attention_bias,
             has_output_bias=has_attention_bias,
             has_mlp_bias=flag(raw, "mlp_bias"),
@@ -92,19 +93,22 @@ def refuse_quantized(raw: Mapping[str, Any]) -> None:
         )
 
 
-def _read_rope(raw: Mapping[str, Any], head_size: int, max_positions: int) -> RopeConfig:
+def read_rope(
+    raw: Mapping[str, Any], head_size: int, max_positions: int, rotary_share: float = 1.0
+) -> RopeConfig:
+    """Of heads of which a share of the features turns. Raises CheckpointError."""
     parameters = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(parameters, dict):
         raise CheckpointError(f"rope_parameters: got {parameters!r}, expected an object")
     rope_type = parameters.get("rope_type") or parameters.get("type") or "default"
     for values in (raw, parameters):
-        if (share := values.get("partial_rotary_factor", 1.0)) != 1.0:
-            raise CheckpointError(f"partial_rotary_factor: got {share}, expected 1.0")
+        if (share := values.get("partial_rotary_factor", rotary_share)) != rotary_share:
+            raise CheckpointError(f"partial_rotary_factor: got {share}, expected {rotary_share}")
     theta = parameters.get("rope_theta") or raw.get("rope_theta") or DEFAULT_ROPE_THETA
     return RopeConfig(
         rope_type=rope_type,
         theta=number("rope_theta", theta),
-        head_size=head_size,
+        head_size=int(head_size * rotary_share),
         max_position_embeddings=max_positions,
         scaling=read_scaling(parameters),
     )

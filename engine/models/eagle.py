@@ -46,6 +46,7 @@ class EagleDraftModel(nn.Module):
         self.config = DecoderConfig.from_raw(config)
         check_fits_target(self.config, target)
         self.dtype = dtype
+        self.max_position_embeddings = self.config.max_position_embeddings
         hidden_size = self.config.hidden_size
         has_bias = bool(config.get("bias", True))
         self.fc = Linear(2 * hidden_size, [("fc", hidden_size)], bias=has_bias, dtype=dtype, device=device)

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from engine.attention.backend import AttentionContext
+from engine.kernels.attention_heads import HeadLayout
 from engine.kernels.gated_activation import activate
-from engine.kernels.rotary import rotate
 from engine.layers.attention import Attention
 from engine.layers.linear import Linear
 from engine.layers.mlp import GatedMLP
-from engine.layers.norm import GemmaRMSNorm, normalise
+from engine.layers.norm import GemmaRMSNorm
 from engine.layers.rotary import Rotation
 from engine.models.gemma4_experts import GemmaExperts
 from engine.models.gemma_config import GemmaConfig, GemmaLayerConfig
@@ -54,29 +54,19 @@ class GemmaAttention(nn.Module):
 
         self.query_norm = norm()
         self.key_norm = norm() if has_own_kv else None
-        self._has_value_norm = config.has_value_norm
-        self._eps = eps
-        self.attention = Attention(
-            cache_index,
+        layout = HeadLayout(
             num_heads=config.num_heads,
-            num_kv_heads=layer.num_kv_heads,
-            head_size=head_size,
-            scale=config.attention_scale,
+            num_kv_heads=layer.num_kv_heads if has_own_kv else 0,
+            has_value=layer.has_value_proj,
+            query_norm=self.query_norm.of_heads,
+            key_norm=None if self.key_norm is None else self.key_norm.of_heads,
+            value_eps=eps if config.has_value_norm else None,
         )
+        self.attention = Attention(cache_index, layout, head_size=head_size, scale=config.attention_scale)
 
     def forward(self, x: torch.Tensor, rotation: Rotation, context: AttentionContext) -> torch.Tensor:
         """x: [num_tokens, hidden_size]; returns the same shape."""
-        num_heads, num_kv_heads = self.attention.num_heads, self.attention.num_kv_heads
-        heads = self.qkv(x).view(len(x), -1, self.attention.head_size)  # heads of q, then k, then v
-        query = rotate(self.query_norm(heads[:, :num_heads]), *rotation)
-        key = value = None
-        if self.key_norm is not None:
-            raw_key = heads[:, num_heads : num_heads + num_kv_heads]
-            key = rotate(self.key_norm(raw_key), *rotation)
-            value = heads[:, -num_kv_heads:]  # the raw key itself where there is no value projection
-            if self._has_value_norm:
-                value = normalise(value, self._eps)
-        output: torch.Tensor = self.output(self.attention(query, key, value, context))
+        output: torch.Tensor = self.output(self.attention(self.qkv(x), rotation, context))
         return output
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -88,7 +78,7 @@ class GemmaAttention(nn.Module):
 
 
 class PerLayerInput(nn.Module):
-    """x + norm(projection(gelu(gate(x)) * input)): what a layer makes of its own embedding of the token."""
+    """(x + norm(projection(gelu(gate(x)) * input))) * scale: what a layer makes of its own embedding of the token."""
 
     def __init__(self, config: GemmaConfig, size: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -100,11 +90,10 @@ class PerLayerInput(nn.Module):
             hidden_size, config.rms_norm_eps, offset=config.norm_offset, dtype=dtype, device=device
         )
 
-    def forward(self, x: torch.Tensor, layer_input: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, layer_input: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
         """x: [num_tokens, hidden_size]; layer_input: [num_tokens, size]; returns the shape of x."""
-        output: torch.Tensor = x + self.norm(
-            self.projection(activate(self.gate(x), "gelu_tanh") * layer_input)
-        )
+        gate = activate(self.gate(x), "gelu_tanh")
+        output, _ = self.norm.add_normed(x, self.projection(gate * layer_input), scale=scale)
         return output
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -172,14 +161,16 @@ class GemmaDecoderLayer(nn.Module):
         """x: [num_tokens, hidden_size]; layer_input: [num_tokens, per-layer size], where the model has them. Returns
         the shape of x.
         """
-        x = x + self.post_attention_norm(self.attention(self.input_norm(x), rotation, context))
-        branch = self.mlp(self.mlp_norm(x))
+        branch = self.attention(self.input_norm(x), rotation, context)
+        x, normed = self.post_attention_norm.add_normed(x, branch, next_norm=self.mlp_norm)
+        branch = self.mlp(normed)
         if self.experts is not None:
             branch = self.experts(x, branch)
-        x = x + self.post_mlp_norm(branch)
-        if self.per_layer_input is not None and layer_input is not None:
-            x = self.per_layer_input(x, layer_input)
-        return x if self.layer_scalar is None else x * self.layer_scalar
+        if self.per_layer_input is None or layer_input is None:
+            return self.post_mlp_norm.add_normed(x, branch, scale=self.layer_scalar)[0]
+        x, _ = self.post_mlp_norm.add_normed(x, branch)
+        output: torch.Tensor = self.per_layer_input(x, layer_input, self.layer_scalar)
+        return output
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.input_norm.checkpoint_tensors(f"{prefix}input_layernorm")

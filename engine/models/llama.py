@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from engine.attention.backend import AttentionContext
-from engine.kernels.rotary import rotate
+from engine.kernels.attention_heads import HeadLayout
 from engine.kv_spec import KVGroupSpec
 from engine.layers.attention import Attention
 from engine.layers.embedding import TokenEmbedding
@@ -43,25 +43,25 @@ class SelfAttention(nn.Module):
         if config.has_qk_norm:
             self.query_norm = RMSNorm(config.head_size, config.rms_norm_eps, dtype=dtype, device=device)
             self.key_norm = RMSNorm(config.head_size, config.rms_norm_eps, dtype=dtype, device=device)
-        self.attention = Attention(
-            layer_index,
+        layout = HeadLayout(
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
-            head_size=config.head_size,
-            scale=config.head_size**-0.5,
+            query_norm=None if self.query_norm is None else self.query_norm.of_heads,
+            key_norm=None if self.key_norm is None else self.key_norm.of_heads,
+        )
+        self.attention = Attention(
+            layer_index, layout, head_size=config.head_size, scale=config.head_size**-0.5
         )
 
     def forward(self, x: torch.Tensor, rotation: Rotation, context: AttentionContext) -> torch.Tensor:
         """x: [num_tokens, hidden_size]; returns the same shape."""
-        num_heads, num_kv_heads = self.attention.num_heads, self.attention.num_kv_heads
-        heads = self.qkv(x).view(len(x), -1, self.attention.head_size)  # heads of q, then k, then v
-        rotated, value = torch.split(heads, [num_heads + num_kv_heads, num_kv_heads], dim=1)
-        if self.query_norm is not None and self.key_norm is not None:
-            query, key = torch.split(rotated, [num_heads, num_kv_heads], dim=1)
-            rotated = torch.cat((self.query_norm(query), self.key_norm(key)), dim=1)
-        query, key = torch.split(rotate(rotated, *rotation), [num_heads, num_kv_heads], dim=1)
-        output: torch.Tensor = self.output(self.attention(query, key, value, context))
+        output: torch.Tensor = self.output(self.attend(x, rotation, context))
         return output
+
+    def attend(self, x: torch.Tensor, rotation: Rotation, context: AttentionContext) -> torch.Tensor:
+        """What the output projection is applied to: [num_tokens, num_heads * head_size]."""
+        attended: torch.Tensor = self.attention(self.qkv(x), rotation, context)
+        return attended
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.qkv.checkpoint_tensors(prefix)
@@ -88,9 +88,9 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: torch.Tensor, rotation: Rotation, context: AttentionContext) -> torch.Tensor:
         """x: [num_tokens, hidden_size]; returns the same shape."""
-        x, normed = self.mlp_norm.add(x, self.attention(self.attention_norm(x), rotation, context))
-        output: torch.Tensor = x + self.mlp(normed)
-        return output
+        attended = self.attention.attend(self.attention_norm(x), rotation, context)
+        x, normed = self.mlp_norm.after(x, self.attention.output, attended)
+        return self.mlp.add_to(x, normed)
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.attention_norm.checkpoint_tensors(f"{prefix}input_layernorm")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -37,6 +37,7 @@ class LoadedModel:
     num_parameters: int
     weight_bytes: int
     generation_defaults: dict[str, Any]  # generation_config.json
+    source: CheckpointSource | None = None  # of the weights; None: they are random
 
 
 def load_model(
@@ -54,7 +55,7 @@ def load_model(
     model = MODELS.get(architecture)(raw_config, dtype, device)
     weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
     if config.load_format == "dummy":
-        _fill_randomly(model, config.seed)
+        _fill_randomly(model.parameters(), config.seed)
     else:
         model.load_weights(_with_progress(source, weight_bytes, dtype, on_progress))
     return LoadedModel(
@@ -66,7 +67,31 @@ def load_model(
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         weight_bytes=weight_bytes,
         generation_defaults=generation_config,
+        source=None if config.load_format == "dummy" else source,
     )
+
+
+class CheckpointPart(Protocol):
+    """A module whose weights stand beside a model's in one checkpoint."""
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]: ...
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None: ...
+
+
+def load_part(part: CheckpointPart, loaded: LoadedModel) -> None:
+    """Weights from the checkpoint that the model came from; random ones for a model with random ones. Raises
+    CheckpointError."""
+    load_drafter(part, loaded.source, loaded)
+
+
+def load_drafter(part: CheckpointPart, source: CheckpointSource | None, target: LoadedModel) -> None:
+    """Weights from a checkpoint of the drafter's own; random ones for a target with random ones. Raises
+    CheckpointError."""
+    if target.source is None or source is None:
+        _fill_randomly(part.parameters(), seed=target.num_parameters)
+    else:
+        part.load_weights((name, torch.as_tensor(values)) for name, values in source.tensors())
 
 
 def resolve_dtype(name: DTypeName, raw_config: Mapping[str, Any], device: torch.device) -> torch.dtype:
@@ -102,9 +127,9 @@ def _with_progress(
         on_progress(LoadProgress(phase="load", fraction=min(loaded_bytes / weight_bytes, 1.0)))
 
 
-def _fill_randomly(model: CausalLM, seed: int) -> None:
+def _fill_randomly(parameters: Iterable[torch.nn.Parameter], seed: int) -> None:
     """Matrices ~ N(0, 0.02), vectors (norm weights and biases) one: nothing degenerate, and repeatable."""
-    for index, parameter in enumerate(model.parameters()):
+    for index, parameter in enumerate(parameters):
         if parameter.ndim == 1:
             parameter.fill_(1.0)
         else:

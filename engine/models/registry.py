@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from engine.errors import CheckpointError
 from engine.models.base import CausalLM
+from engine.models.deepseek import DeepseekForCausalLM
 from engine.models.gemma3 import Gemma3ForCausalLM
 from engine.models.gemma4 import Gemma4ForCausalLM
+from engine.models.glm4_moe import Glm4MoeForCausalLM
 from engine.models.llama import LlamaForCausalLM
 from engine.models.qwen2 import Qwen2ForCausalLM
 from engine.models.qwen3 import Qwen3ForCausalLM
@@ -17,6 +19,8 @@ _MODELS: tuple[type[CausalLM], ...] = (
     Qwen3ForCausalLM,
     Gemma3ForCausalLM,
     Gemma4ForCausalLM,
+    DeepseekForCausalLM,
+    Glm4MoeForCausalLM,
 )
 
 MODELS: Registry[type[CausalLM]] = Registry(

@@ -7,12 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
 
 from engine.device import to_device
 from engine.params import SamplingParams
+
+SamplingKind = Literal["greedy", "random", "truncated"]
+SAMPLING_KINDS: tuple[SamplingKind, ...] = ("greedy", "random", "truncated")
+"""How a whole step draws, from the simplest to the most general: each kind also does what those before it do."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +53,13 @@ class RowTraits:
     num_logprobs: int | None
 
     @property
-    def is_plainly_greedy(self) -> bool:
-        """Takes the largest logit as it is, and wants to know no other."""
-        changes_logits = self.uses_allowed_ids or self.uses_bias or self.uses_bad_words or self.uses_penalties
-        return not changes_logits and not self.is_random and self.num_logprobs is None
+    def kind(self) -> SamplingKind | None:
+        """The simplest kind that draws its tokens; None: out of logits that have to be changed first."""
+        if self.uses_allowed_ids or self.uses_bias or self.uses_bad_words or self.uses_penalties:
+            return None
+        if not self.is_random:
+            return "greedy"
+        return "random" if self.num_candidates is None and not self.uses_min_p else "truncated"
 
 
 @dataclass(frozen=True)
@@ -61,6 +69,7 @@ class RandomGroup:
     rows: RowSelection
     num_candidates: int | None  # as in RowTraits, the largest of the group
     any_min_p: bool
+    any_greedy: bool = False  # rows of temperature 0 are among them, and keep the largest logit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,8 +130,14 @@ def batch_features(traits: Sequence[RowTraits], device: torch.device) -> BatchFe
     )
 
 
-def greedy_features(num_logits: int) -> BatchFeatures:
-    """Of logits rows that take the largest logit as it is, and nothing else."""
+def uniform_features(num_logits: int, kind: SamplingKind, vocab_size: int) -> BatchFeatures:
+    """Of logits rows that are all drawn alike, whatever their requests ask within `kind`."""
+    group = RandomGroup(
+        RowSelection(range(num_logits), None),
+        num_candidates=vocab_size if kind == "truncated" else None,
+        any_min_p=kind == "truncated",
+        any_greedy=True,
+    )
     return BatchFeatures(
         num_logits=num_logits,
         allowed_ids=None,
@@ -131,7 +146,7 @@ def greedy_features(num_logits: int) -> BatchFeatures:
         penalties=None,
         logprobs=None,
         max_logprobs=0,
-        random_groups=(),
+        random_groups=() if kind == "greedy" else (group,),
     )
 
 

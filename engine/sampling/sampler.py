@@ -14,6 +14,7 @@ import torch
 
 from engine.batch.request_rows import RequestRows
 from engine.kernels.keyed_noise import TARGET_STREAM, keyed_gumbel_reference
+from engine.kernels.largest_logit import largest_logit
 from engine.kernels.top_k_top_p import top_k_top_p
 from engine.params import MAX_BAD_WORD_TOKENS
 from engine.sampling.features import BatchFeatures, RandomGroup
@@ -57,20 +58,23 @@ class Sampler:
         """logits: [n, vocab_size] float32 or float64; not changed. `stream`: of the keyed noise. No host sync."""
         features = batch.features
         assert features.num_logits == len(logits), "features were made for other logits rows"
-        is_bad = ~logits.amax(dim=-1).isfinite()
         processed = logits
         if features.changes_logits:
             processed = logits.clone()
             _restrict_(processed, batch)
             _penalize_(processed, batch)
-        largest, token_ids = processed.max(dim=-1)  # the first of equals: the lowest id
-        is_bad |= ~largest.isfinite()
+        largest, token_ids = largest_logit(processed)
+        is_bad = ~largest.isfinite()
+        if features.changes_logits:  # which may have hidden what was wrong
+            is_bad |= ~logits.amax(dim=-1).isfinite()
         probs = torch.zeros_like(logits).scatter_(1, token_ids[:, None], 1.0) if needs_probs else None
         for group in features.random_groups:
             values, candidates = _candidates(processed, largest, group, batch)
             if probs is not None:
-                group.rows.put_(probs, _spread(values.softmax(dim=-1), candidates, logits.shape[1]))
-            group.rows.put_(token_ids, _draw(values, candidates, group, batch, stream))
+                drawn_from = _spread(values.softmax(dim=-1), candidates, logits.shape[1])
+                group.rows.put_(probs, _unless_greedy(drawn_from, probs, group, batch))
+            drawn = _draw(values, candidates, group, batch, stream)
+            group.rows.put_(token_ids, _unless_greedy(drawn, token_ids, group, batch))
         return SampleResult(token_ids.masked_fill(is_bad, 0), is_bad, probs)
 
     def sample_among(
@@ -92,7 +96,8 @@ class Sampler:
             own_ids = group.rows.take(candidate_ids)
             if columns.dim() > 1:
                 own_ids = own_ids.gather(1, columns)
-            group.rows.put_(token_ids, _draw(values, own_ids, group, batch, stream))
+            drawn = _draw(values, own_ids, group, batch, stream)
+            group.rows.put_(token_ids, _unless_greedy(drawn, token_ids, group, batch))
         is_bad = ~largest.isfinite()
         return SampleResult(token_ids.masked_fill(is_bad, 0), is_bad)
 
@@ -182,6 +187,16 @@ def _draw(
     seeds = batch.states.seeds[group.rows.take(batch.rows)]
     noise = keyed_gumbel_reference(seeds, group.rows.take(batch.positions), token_ids, stream)
     return _lowest_best(values.add_(noise), token_ids, batch.states.vocab_size)
+
+
+def _unless_greedy(
+    drawn: torch.Tensor, greedy: torch.Tensor, group: RandomGroup, batch: SampleBatch
+) -> torch.Tensor:
+    """drawn [m, ...] of the group's rows, but of rows without temperature what `greedy` [n, ...] holds."""
+    if not group.any_greedy:
+        return drawn
+    is_random = batch.states.temperature[group.rows.take(batch.rows)] > 0.0
+    return torch.where(is_random.view(-1, *[1] * (drawn.dim() - 1)), drawn, group.rows.take(greedy))
 
 
 def _lowest_best(scores: torch.Tensor, token_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:

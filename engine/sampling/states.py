@@ -13,7 +13,7 @@ import torch
 
 from engine.device import to_device
 from engine.params import MAX_BAD_WORD_TOKENS, SamplingParams
-from engine.sampling.features import BatchFeatures, RowTraits, batch_features, row_traits
+from engine.sampling.features import BatchFeatures, RowTraits, SamplingKind, batch_features, row_traits
 from engine.sampling.row_table import RowTable
 from engine.step import NewRow
 
@@ -79,9 +79,12 @@ class SamplingStates:
         """What the step needs. `rows`: the request row of each *logits row*, in their order."""
         return batch_features([self._traits[row] for row in rows], self.device)
 
-    def is_greedy(self, row: int) -> bool:
-        """Does the row's request take the largest logit as it is, and want no logprobs?"""
-        return self._traits[row].is_plainly_greedy
+    def sampling_kind(self, row: int) -> SamplingKind | None:
+        """How the row's request draws; None: out of logits that have to be changed first."""
+        return self._traits[row].kind
+
+    def wants_logprobs(self, row: int) -> bool:
+        return self._traits[row].num_logprobs is not None
 
     def _set_allowed_ids(self, row: int, token_ids: Sequence[int]) -> None:
         if self.allowed_ids is None:

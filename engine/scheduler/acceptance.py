@@ -7,6 +7,7 @@ a head that is trained for two steps is not right at the fourth.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 
 METHOD_FORGETTING = 0.98  # per verification: about 50 count
@@ -37,7 +38,8 @@ class _Ratio:
 
 class _History:
     """A verification of 5 drafts of which 2 are accepted is 3 trials, at positions 0, 1 and 2, of which 2 succeed: what
-    stands behind the first wrong draft says nothing.
+    stands behind the first wrong draft says nothing. Where it is known that more were asked for than came, the position
+    behind the last draft has failed too: a method that drafts as much as it is sure of is no better for that.
     """
 
     def __init__(self, forgetting: float) -> None:
@@ -45,27 +47,35 @@ class _History:
         self._found = _Ratio()
         self._pooled = _Ratio()
         self._positions: list[_Ratio] = []
+        self._drafted: list[_Ratio] = []  # by position: is there a draft, where there is a first one
 
-    def observe(self, num_drafted: int, num_accepted: int) -> None:
-        """Drafts had been asked for; num_drafted = 0: none came."""
+    def observe(self, num_drafted: int, num_accepted: int, num_asked: int | None = None) -> None:
+        """Drafts had been asked for; num_drafted = 0: none came. `num_asked`: how many, where that is known."""
         self._found.forget(self._forgetting)
         self._found.observe(float(num_drafted > 0), 1.0)
         if num_drafted > 0:
             self._forget_drafts()
-            while len(self._positions) < num_drafted:
+            num_asked = num_asked or num_drafted
+            while len(self._positions) < num_asked:
                 self._positions.append(_Ratio())
-            for position in range(min(num_accepted + 1, num_drafted)):
+                self._drafted.append(_Ratio())
+            for position in range(num_asked):
+                self._drafted[position].observe(float(position < num_drafted), 1.0)
+            for position in range(min(num_accepted + 1, num_asked)):
                 is_accepted = float(position < num_accepted)
                 self._pooled.observe(is_accepted, 1.0)
                 self._positions[position].observe(is_accepted, 1.0)
 
     def _forget_drafts(self) -> None:
         self._pooled.forget(self._forgetting)
-        for ratio in self._positions:
+        for ratio in (*self._positions, *self._drafted):
             ratio.forget(self._forgetting)
 
     def _at(self, position: int) -> _Ratio:
         return self._positions[position] if position < len(self._positions) else _Ratio()
+
+    def _drafted_at(self, position: int) -> _Ratio:
+        return self._drafted[position] if position < len(self._drafted) else _Ratio()
 
 
 class MethodAcceptance(_History):
@@ -84,6 +94,10 @@ class MethodAcceptance(_History):
     def rate(self, position: int) -> float:
         """Probability that the draft is accepted, given that all before it were."""
         return self._at(position).estimate(self._pooled.estimate(0.0, 0.0), POOLED_WEIGHT)
+
+    def has_draft(self, position: int) -> float:
+        """Probability that there are so many drafts, if there are any and so many are asked for."""
+        return self._drafted_at(position).estimate(1.0, POOLED_WEIGHT)
 
 
 class RequestAcceptance(_History):
@@ -105,11 +119,19 @@ class RequestAcceptance(_History):
     def rate(self, position: int) -> float:
         return self._at(position).estimate(self._method.rate(position), METHOD_WEIGHT)
 
+    def has_draft(self, position: int) -> float:
+        return self._drafted_at(position).estimate(self._method.has_draft(position), METHOD_WEIGHT)
+
     def is_surprise(self, num_drafted: int, num_accepted: int) -> bool:
         """Were all drafts right, although that was not to be expected?"""
         if num_drafted == 0 or num_accepted < num_drafted:
             return False
         return prod(map(self.rate, range(num_drafted))) < SURPRISE
+
+
+def expected_drafted(acceptance: MethodAcceptance | RequestAcceptance, max_drafts: int) -> list[float]:
+    """Drafts that come where any do, when 0, 1, ..., max_drafts are asked for."""
+    return [0.0, *accumulate(map(acceptance.has_draft, range(max_drafts)))]
 
 
 def expected_accepted(acceptance: MethodAcceptance | RequestAcceptance, max_drafts: int) -> list[float]:

@@ -16,15 +16,18 @@ from engine.scheduler.draft_policy import DraftChoice
 from engine.scheduler.kv_manager import KVManager
 from engine.step import DraftFeed, RowResult, ScheduledRequest
 
+MIN_FEED = 4  # tokens: fewer would hardly close a gap, or never
+
 
 class DraftFeeder:
     """`max_chunk`: missed tokens of one request in a step; `budget`: of all of them."""
 
     def __init__(self, kv: KVManager, max_chunk: int, budget: int) -> None:
         self._kv = kv
-        self._max_chunk = max_chunk
-        self._budget = budget
-        self._num_left = budget
+        # A step that only catches up adds a token to what is missed.
+        self._max_chunk = max(max_chunk, MIN_FEED)
+        self._budget = max(budget, MIN_FEED)
+        self._num_left = self._budget
 
     def begin_step(self) -> None:
         self._num_left = self._budget

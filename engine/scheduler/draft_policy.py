@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from engine.draft_method import DraftMethod
@@ -11,6 +11,7 @@ from engine.errors import InvalidRequestError
 from engine.messages import AddRequest
 from engine.request import NO_METHOD, Request
 from engine.scheduler import not_drafted
+from engine.scheduler.replays import Replay
 from engine.step import RowResult, StepPlan
 
 AUTO_METHOD = "auto"
@@ -55,6 +56,14 @@ class DraftPolicy(ABC):
         """A decode of the request was collected."""
 
     @abstractmethod
+    def replayed(self, request: Request) -> Mapping[str, int]:
+        """Methods whose replays for this request are of use, and k."""
+
+    @abstractmethod
+    def observe_replay(self, request: Request, replay: Replay) -> None:
+        """What such a method would have brought."""
+
+    @abstractmethod
     def observe_step(self, plan: StepPlan, seconds: float, draft_seconds: float) -> None:
         """A step took so long; `draft_seconds` of it were spent on drafts."""
 
@@ -90,6 +99,12 @@ class FixedDraftPolicy(DraftPolicy):
         return DraftChoice(request.draft_method.name, request.draft_method.max_drafts if k is None else k)
 
     def observe_result(self, request: Request, result: RowResult) -> None:
+        """Nothing is learnt."""
+
+    def replayed(self, request: Request) -> Mapping[str, int]:
+        return {}
+
+    def observe_replay(self, request: Request, replay: Replay) -> None:
         """Nothing is learnt."""
 
     def observe_step(self, plan: StepPlan, seconds: float, draft_seconds: float) -> None:

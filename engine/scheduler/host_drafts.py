@@ -11,7 +11,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from engine.request import Request
+from engine.scheduler.grammars import Grammars
 from engine.spec_decode.host import HostSpeculator, RequestView
+from engine.step import StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -28,8 +30,12 @@ class HostDrafts:
         """Are this method's drafts made here?"""
         return method in self._speculators
 
-    def make(self, requests: Iterable[Request]) -> None:
-        """Fill `host_drafts` of those that decode and wait for them."""
+    def num_waited_for(self, plan: StepPlan) -> int:
+        """Requests of the step that are in no other one before it is collected."""
+        return sum(self.makes(entry.method) for entry in plan.scheduled if entry.num_next_drafts > 0)
+
+    def make(self, requests: Iterable[Request], grammars: Grammars) -> None:
+        """Fill `host_drafts` of those that decode and wait for them. What a grammar forces is drafted with them."""
         if not self._speculators:
             return
         for request in requests:
@@ -38,7 +44,7 @@ class HostDrafts:
                 and request.num_in_flight_steps == 0
                 and request.num_prefill_tokens_left <= 0
             ):
-                self._draft(request)
+                self._draft(request, grammars)
 
     def finish(self, request: Request) -> None:
         """The request has ended: every method may learn from it, and drops what it kept for it."""
@@ -48,7 +54,7 @@ class HostDrafts:
             except Exception as error:  # a drafter's fault must not cost anything but drafts
                 self._log(method, error)
 
-    def _draft(self, request: Request) -> None:
+    def _draft(self, request: Request, grammars: Grammars) -> None:
         """Called again when the step could not be scheduled: the same drafts, as nothing has changed."""
         k = min(request.num_next_drafts, request.num_usable_drafts)
         request.host_drafts = []
@@ -57,7 +63,7 @@ class HostDrafts:
             return
         try:
             proposed = self._speculators[request.next_method].propose(_view(request, k))
-            request.host_drafts = self._checked(proposed[:k])
+            request.host_drafts = grammars.complete_drafts(request, self._checked(proposed[:k]), k)
         except Exception as error:  # a drafter's fault must not cost the target's tokens
             request.has_drafter_failed = True
             self._log(request.next_method, error)

@@ -102,6 +102,10 @@ class PlanBuilder:
             new_rows=self.new_rows,
             block_table_updates=self.block_table_updates,
             host_drafts=self.host_drafts,
+            needs_host_inputs=any(
+                entry.samples and request.message.constraint is not None
+                for entry, request in zip(self.scheduled, self.requests, strict=True)
+            ),
         )
 
     def _add(self, request: Request, entry: ScheduledRequest, next_reason: str, reason: str) -> None:

@@ -9,7 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 BUDGET = 0.005  # of the speed, for the probes of one method
+COST_BUDGET = 0.001  # the same where only costs are learnt, as replays tell the rest
 MIN_INTERVAL = 8  # steps
+MIN_COST_INTERVAL = 32
 MAX_INTERVAL = 256
 MAX_STREAK = 3  # probes in a row, while they surprise: the method may have become good
 EARLY_STEPS = 32  # of a batch size, in which plain decoding is measured at any price
@@ -22,6 +24,7 @@ class MethodProbe:
 
     offset: int
     last_step: int  # in which it was asked
+    is_replayed: bool = False  # a probe tells what it costs, not how good it is
     interval: int = MIN_INTERVAL
     streak: int = 0
 
@@ -35,7 +38,10 @@ class MethodProbe:
     def price(self, loss: float) -> None:
         """`loss`: the share of a step that a probe is expected to cost. Example: 0.12 is worth a probe in 24 steps,
         hence in 32."""
-        self.interval = _interval(loss)
+        if self.is_replayed:
+            self.interval = max(_interval(loss, COST_BUDGET), MIN_COST_INTERVAL)
+        else:
+            self.interval = _interval(loss)
 
     def learn(self, *, is_surprise: bool) -> None:
         """Was a probe much better than expected?"""
@@ -58,7 +64,7 @@ class PlainProbe:
             self.interval = _interval(PLAIN_PROBE_STEPS * loss)
 
 
-def _interval(loss: float) -> int:
+def _interval(loss: float, budget: float = BUDGET) -> int:
     """A power of two."""
-    wanted = min(max(loss / BUDGET, MIN_INTERVAL), MAX_INTERVAL)
+    wanted = min(max(loss / budget, MIN_INTERVAL), MAX_INTERVAL)
     return 1 << (round(wanted) - 1).bit_length()

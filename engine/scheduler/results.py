@@ -6,8 +6,9 @@ All counts derive from the cut run: what the verifier accepted beyond the cut is
 
 from __future__ import annotations
 
+from engine.errors import EngineError, InvalidRequestError
 from engine.messages import FinishInfo, RequestOutput, RequestTimes
-from engine.request import CutRun, Request
+from engine.request import CutRun, Request, RequestStatus
 from engine.scheduler import not_drafted
 from engine.stats import SpecObservation
 from engine.step import RowResult, ScheduledRequest
@@ -27,9 +28,21 @@ def make_output(request: Request, finish: FinishInfo | None = None) -> RequestOu
     )
 
 
-def error_output(request: Request) -> RequestOutput:
-    """The target's logits were unusable."""
-    return make_output(request, FinishInfo(reason="error", message=NAN_MESSAGE))
+def error_output(request: Request, result: RowResult, grammar_error: str) -> RequestOutput:
+    """The step failed, the target's logits were unusable, or there was no token that its grammar could go on with."""
+    message = result.failure or NAN_MESSAGE
+    if grammar_error and not result.failure:
+        message = f"its grammar cannot go on: {grammar_error}"
+    return make_output(request, FinishInfo(reason="error", message=message))
+
+
+def refused_output(request: Request, error: EngineError) -> RequestOutput:
+    """Its grammar could not be compiled."""
+    if isinstance(error, InvalidRequestError):
+        finish = FinishInfo(reason="error", field=error.field, message=error.description)
+    else:
+        finish = FinishInfo(reason="error", message=str(error))
+    return make_output(request, finish)
 
 
 def cancelled_output(request: Request) -> RequestOutput:
@@ -81,6 +94,17 @@ def run_output(
     return output
 
 
+def note_drafts(request: Request, entry: ScheduledRequest, result: RowResult, *, on_host: bool) -> None:
+    """What the step left in the row for the next one. `on_host`: the drafts are not made by the step."""
+    if request.status is not RequestStatus.RUNNING:
+        return
+    if not entry.samples or on_host:
+        request.num_known_drafts = None
+        return
+    request.num_known_drafts = result.num_next_drafts if entry.num_next_drafts else None
+    request.has_drafter_failed = result.drafter_error or result.nan_draft
+
+
 def why_nothing_came(request: Request) -> str:
     """Drafts were asked for, and the step had none to verify."""
     return not_drafted.DRAFTER_ERROR if request.has_drafter_failed else not_drafted.NO_MATCH
@@ -98,4 +122,5 @@ def _observe(result: RowResult, cut: CutRun) -> SpecObservation:
         num_accepted=num_accepted,
         num_emitted=cut.num_kept,
         num_discarded_over_limit=result.num_accepted - num_accepted if is_over_limit else 0,
+        num_discarded_by_grammar=result.num_ruled_out,
     )

@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from engine.config import SchedulerConfig
+from engine.control import SchedulerState
 from engine.draft_method import DraftMethod
-from engine.errors import InvalidRequestError, QueueFullError, RequestIdInUseError
+from engine.errors import QueueFullError, RequestIdInUseError
 from engine.kv_spec import KVGroupSpec
 from engine.messages import AddRequest, RequestOutput, RequestTimes
 from engine.request import Request, RequestStatus, RunCutter
@@ -23,14 +24,19 @@ from engine.scheduler import results
 from engine.scheduler.chunk_policy import ChunkPolicy
 from engine.scheduler.draft_feeds import note_feed
 from engine.scheduler.draft_policy import DraftPolicy
+from engine.scheduler.dump import dump
+from engine.scheduler.fair_order import FairOrder
+from engine.scheduler.grammars import Grammars
 from engine.scheduler.host_drafts import HostDrafts
 from engine.scheduler.kv_manager import KVManager
+from engine.scheduler.replays import Replays
+from engine.scheduler.request_limits import RequestLimits
 from engine.scheduler.row_pool import RowPool
 from engine.scheduler.running_set import RunningSet
 from engine.scheduler.step_planner import StepPlanner
 from engine.scheduler.waiting_queue import WaitingQueue
 from engine.stats import EngineStats, StepStats
-from engine.step import RowResult, ScheduledRequest, StepOutput, StepPlan
+from engine.step import HostInputs, RowResult, ScheduledRequest, StepOutput, StepPlan
 
 RETRY_AFTER = 1.0  # seconds; a hint for clients of a full queue
 
@@ -60,18 +66,23 @@ class Scheduler:
         max_steps_in_flight: int,
         draft_policy: DraftPolicy,
         host_drafts: HostDrafts,
+        grammars: Grammars,
+        replays: Replays,
         make_cutter: Callable[[AddRequest], RunCutter],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._max_waiting = config.max_waiting
-        self._max_model_len = max_model_len
         self._eos_token_ids = eos_token_ids
         self._max_steps_in_flight = max_steps_in_flight
         self._draft_policy = draft_policy
         self._host_drafts = host_drafts
+        self._grammars = grammars
+        self._replays = replays
         self._make_cutter = make_cutter
         self._clock = clock
         self._kv = KVManager(groups, num_blocks, block_size, enable_prefix_cache=enable_prefix_cache)
+        self._limits = RequestLimits(self._kv, max_model_len)
+        self._order = FairOrder()
         self._target_groups = tuple(index for index, group in enumerate(groups) if not group.is_drafter)
         self._waiting = WaitingQueue()
         self._running = RunningSet(self._kv, RowPool(config.max_num_seqs))
@@ -81,7 +92,6 @@ class Scheduler:
         )
         self._requests: dict[str, Request] = {}  # live ones
         self._in_flight: deque[_InFlightStep] = deque()
-        self._num_added = 0
         self._num_preemptions_seen = 0  # up to the step scheduled last
         self._completed = StepStats()
 
@@ -89,31 +99,51 @@ class Scheduler:
 
     def add(self, message: AddRequest) -> None:
         """Queue a request. Raises InvalidRequestError or QueueFullError; nothing was started then."""
-        self._check_fits(message)
+        if message.request_id in self._requests:
+            raise RequestIdInUseError(message.request_id)
+        self._limits.check(message)
         self._draft_policy.validate(message)
-        if len(self._waiting) >= self._max_waiting:
+        num_waiting = len(self._waiting) + len(self._grammars)
+        if num_waiting >= self._max_waiting:
             raise QueueFullError(
-                f"{len(self._waiting)} requests wait, the limit is {self._max_waiting}", RETRY_AFTER
+                f"{num_waiting} requests wait, the limit is {self._max_waiting}", RETRY_AFTER
             )
-        params = message.params
+        params, constraint = message.params, message.constraint
+        compiled = None if constraint is None else self._grammars.compile(constraint)
         eos_token_ids = () if params.ignore_eos else self._eos_token_ids
         draft_method = self._draft_policy.method_of(message)
         request = Request(
             request_id=message.request_id,
             message=message,
             cutter=self._make_cutter(message),
-            order=(message.priority, self._num_added),
-            token_limit=self._token_limit(message),
+            order=self._order.place(message),
+            token_limit=self._limits.token_limit(message),
             stop_ids=tuple(dict.fromkeys((*eos_token_ids, *params.stop_token_ids))),
             token_ids=list(message.prompt_token_ids),
             times=RequestTimes(arrival=message.arrival_time or self._clock()),
             draft_method=draft_method,
             kv_groups=self._groups_of(draft_method),
-            draft_kv_groups=_draft_groups_of(draft_method),
+            draft_kv_groups=draft_method.kv_groups if draft_method and draft_method.catches_up else (),
         )
-        self._num_added += 1
+        if compiled is None:
+            self._waiting.push(request)
+        else:
+            self._grammars.hold(request, compiled)
         self._requests[message.request_id] = request
-        self._waiting.push(request)
+        self._replays.follow(request, self._draft_policy.replayed(request))
+
+    def take_compiled(self) -> list[RequestOutput]:
+        """Let requests be scheduled whose grammar is there by now. Returns the ends of those whose grammar is none."""
+        ready, failed = self._grammars.take()
+        for request in ready:
+            self._waiting.push(request)
+        for request, _ in failed:
+            self._end(request)
+        return [results.refused_output(request, error) for request, error in failed]
+
+    def wait_for_grammar(self, seconds: float) -> None:
+        """While there is nothing to schedule: until something may be, at most so long."""
+        self._grammars.wait(seconds)
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
         """End these requests as cancelled; ids that are not live are ignored."""
@@ -140,7 +170,7 @@ class Scheduler:
         """Before `schedule`: draft for the requests whose method runs on the host. Without it they go on without
         drafts.
         """
-        self._host_drafts.make(self._running)
+        self._host_drafts.make(self._running, self._grammars)
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None when nothing can be launched before a step in flight is completed."""
@@ -160,6 +190,11 @@ class Scheduler:
             self._stamp_first_scheduled(builder.requests)
         return plan
 
+    def host_inputs(self) -> HostInputs:
+        """For the oldest step in flight, which waits for them."""
+        oldest = self._in_flight[0]
+        return self._grammars.host_inputs(oldest.plan, oldest.requests)
+
     def complete(self, plan: StepPlan, output: StepOutput) -> list[RequestOutput]:
         """Take in the results of the oldest step in flight."""
         current = self._in_flight.popleft()
@@ -177,20 +212,24 @@ class Scheduler:
             request.num_in_flight_samples -= entry.samples
             if request.status is RequestStatus.FINISHED:
                 continue
+            self._grammars.note(request, result)
             if not entry.is_prefill:
                 self._draft_policy.observe_result(request, result)
                 if result.num_drafted == 0:
                     reasons[reason or results.why_nothing_came(request)] += 1
-            self._note_drafts(request, entry, result)
+            results.note_drafts(request, entry, result, on_host=self._host_drafts.makes(entry.method))
             request_output = self._take_result(request, entry, result, now)
             if request_output is not None:
                 outputs.append(request_output)
+        for request, replay in self._replays.run(current.requests):
+            self._draft_policy.observe_replay(request, replay)
+        num_waited_for = self._host_drafts.num_waited_for(plan)
         self._completed = StepStats(
             step=step,
             num_scheduled_tokens=plan.num_scheduled_tokens,
             num_decode_requests=sum(not entry.is_prefill for entry in plan.scheduled),
             num_preempted=current.num_preempted,
-            num_not_overlapped=self._num_not_overlapped(plan),
+            num_not_overlapped=num_waited_for if self._max_steps_in_flight > 1 else 0,
             not_drafted=dict(reasons),
         )
         return outputs
@@ -198,6 +237,7 @@ class Scheduler:
     def observe_step(self, plan: StepPlan, seconds: float, draft_seconds: float = 0.0) -> None:
         """The step took so long, by the wall clock, `draft_seconds` of it for the drafts of the next one."""
         self._draft_policy.observe_step(plan, seconds, draft_seconds)
+        self._replays.grant(seconds)
         num_prefill_tokens = sum(entry.num_tokens for entry in plan.scheduled if entry.is_prefill)
         self._chunk_policy.observe(num_prefill_tokens, seconds)
 
@@ -212,7 +252,7 @@ class Scheduler:
         num_prefilling = sum(max(request.num_prefill_tokens_left, 0) for request in self._running)
         return EngineStats(
             num_running=len(self._running),
-            num_waiting=len(self._waiting),
+            num_waiting=len(self._waiting) + len(self._grammars),
             num_waiting_tokens=self._waiting.num_tokens + num_prefilling,
             num_blocks=num_blocks,
             num_free_blocks=num_blocks - num_cached - num_used,
@@ -220,11 +260,21 @@ class Scheduler:
             num_preemptions_total=self._planner.num_preemptions,
         )
 
+    def dump(self) -> SchedulerState:
+        """For an administrator: every live request."""
+        return dump(
+            self._requests.values(),
+            self.stats(),
+            num_steps_in_flight=len(self._in_flight),
+            now=self._clock(),
+        )
+
     def check_invariants(self) -> None:
         """Raise AssertionError when the books do not agree. For tests and debugging: it reads everything."""
         self._running.check_integrity()
         self._waiting.check_integrity()
-        assert len(self._requests) == len(self._waiting) + len(self._running), "a live request is nowhere"
+        num_placed = len(self._waiting) + len(self._grammars) + len(self._running)
+        assert len(self._requests) == num_placed, "a live request is nowhere"
         for request in self._running:
             request.check_integrity()
             num_slots = self._kv.num_slots(request)
@@ -233,71 +283,26 @@ class Scheduler:
 
     # ---- inside --------------------------------------------------------------------------------------------
 
-    def _token_limit(self, message: AddRequest) -> int:
-        return min(len(message.prompt_token_ids) + message.params.max_tokens, self._max_model_len)
-
     def _groups_of(self, draft_method: DraftMethod | None) -> tuple[int, ...]:
         """The target's groups, and those of a drafter that keeps up."""
         if draft_method is None or not draft_method.keeps_up:
             return self._target_groups
         return (*self._target_groups, *draft_method.kv_groups)
 
-    def _check_fits(self, message: AddRequest) -> None:
-        """Raise InvalidRequestError for a request that could never run to its end."""
-        num_prompt_tokens = len(message.prompt_token_ids)
-        if message.request_id in self._requests:
-            raise RequestIdInUseError(message.request_id)
-        if num_prompt_tokens == 0:
-            raise InvalidRequestError("prompt", "got no tokens, expected at least one")
-        if num_prompt_tokens >= self._max_model_len:
-            raise InvalidRequestError(
-                "prompt",
-                f"got {num_prompt_tokens} tokens, expected at most {self._max_model_len - 1}: "
-                f"prompt and output together fit {self._max_model_len}",
-            )
-        capacity = self._kv.longest_request(self._max_model_len)
-        if num_prompt_tokens >= capacity:
-            raise InvalidRequestError(
-                "prompt",
-                f"got {num_prompt_tokens} tokens, expected at most {capacity - 1}: the whole KV cache",
-            )
-        if self._token_limit(message) > capacity:
-            raise InvalidRequestError(
-                "max_tokens",
-                f"got {message.params.max_tokens}, expected at most {capacity - num_prompt_tokens}: with "
-                f"{num_prompt_tokens} prompt tokens more does not fit the KV cache of {capacity} tokens",
-            )
-
     def _stamp_first_scheduled(self, requests: list[Request]) -> None:
         now = self._clock()
         for request in requests:
+            self._order.started(request)
             if request.times.first_scheduled == 0.0:
                 request.times = RequestTimes(arrival=request.times.arrival, first_scheduled=now)
-
-    def _note_drafts(self, request: Request, entry: ScheduledRequest, result: RowResult) -> None:
-        """What the step left in the row for the next one."""
-        if request.status is not RequestStatus.RUNNING:
-            return
-        if not entry.samples or self._host_drafts.makes(entry.method):
-            request.num_known_drafts = None
-            return
-        request.num_known_drafts = result.num_next_drafts if entry.num_next_drafts else None
-        request.has_drafter_failed = result.drafter_error or result.nan_draft
-
-    def _num_not_overlapped(self, plan: StepPlan) -> int:
-        """Requests that are in no other step before this one is collected, because of host drafts."""
-        if self._max_steps_in_flight == 1:
-            return 0
-        return sum(
-            self._host_drafts.makes(entry.method) for entry in plan.scheduled if entry.num_next_drafts > 0
-        )
 
     def _take_result(
         self, request: Request, entry: ScheduledRequest, result: RowResult, now: float
     ) -> RequestOutput | None:
-        if result.nan_target:
+        if result.nan_target or result.failure:
+            end = results.error_output(request, result, self._grammars.error_of(request))
             self._end(request, keep_findable=False)
-            return results.error_output(request)
+            return end
         # A request that was preempted since has lost its KV; its tokens count all the same.
         is_running = request.status is RequestStatus.RUNNING
         start = request.num_computed_tokens
@@ -332,15 +337,14 @@ class Scheduler:
     def _end(self, request: Request, *, keep_findable: bool = True) -> None:
         """Give up whatever the request holds; results in flight will be dropped."""
         del self._requests[request.request_id]
+        self._order.ended(request)
         self._draft_policy.forget(request)
+        self._replays.forget(request)
         self._host_drafts.finish(request)
+        has_place = not self._grammars.forget(request)
         if request.status is RequestStatus.WAITING:
-            self._waiting.remove(request)
+            if has_place:
+                self._waiting.remove(request)
             request.status = RequestStatus.FINISHED
         else:
             self._running.remove(request, RequestStatus.FINISHED, keep_findable=keep_findable)
-
-
-def _draft_groups_of(draft_method: DraftMethod | None) -> tuple[int, ...]:
-    """Those of a drafter that catches up."""
-    return () if draft_method is None or not draft_method.catches_up else draft_method.kv_groups

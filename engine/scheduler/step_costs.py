@@ -1,8 +1,9 @@
-"""What a step of decodes costs, learnt from finished steps: verifying so many rows a request, and drafting k tokens.
+"""What a step of decodes costs, learnt from finished steps: verifying so many rows a request, drafting k tokens, and
+feeding a drafter that is behind.
 
-Both are tables of what was measured, for each power of two of decoding requests by itself: costs are no lines (a second
-row may cost half a step, and the next three nothing). Between entries they are interpolated, beyond them a prior helps.
-It knows seconds and counts; where the clock is, and who drafts what, it is told.
+The first two are tables of what was measured, for each power of two of decoding requests by itself: costs are no lines
+(a second row may cost half a step, and the next three nothing). Between entries they are interpolated, beyond them a
+prior helps. It knows seconds and counts; where the clock is, and who drafts what, it is told.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ LEVEL_GAIN = (
 )
 MAX_DEVIATION = 2.0  # a pause counts as no more than this factor
 PRIOR_SPREAD = 0.25  # weight of the prior slope against that of two entries, as a squared distance
+FEED_FORGETTING = 0.9  # per step in which a drafter catches up
 OWN_WEIGHT = 2.0  # observations of a method's own entry that weigh as much as those of the others
 
 
@@ -124,6 +126,7 @@ class StepCosts:
     def __init__(self) -> None:
         self._verify: dict[int, CostTable] = {}  # bucket -> seconds by rows a request
         self._draft: dict[str, dict[int, CostTable]] = {}  # method -> bucket -> seconds by k
+        self._feeds: dict[str, tuple[float, float]] = {}  # method -> seconds, tokens; lately
 
     def observe_verify(self, num_decoding: int, method: str, rows_per_request: float, seconds: float) -> None:
         """All of the step but the drafting. `method`: who drafts in the step; where launches are not waited for, some
@@ -145,6 +148,15 @@ class StepCosts:
             elif not unknown and total > 0.0:
                 self._observe_draft(method, num_decoding, used[method], seconds * share / total)
 
+    def observe_feed(self, method: str, num_tokens: int, seconds: float, step_seconds: float) -> None:
+        """A drafter was fed what it had missed: that took so much longer than the `step_seconds` of a step without."""
+        seconds = min(seconds, MAX_DEVIATION * (step_seconds + self.feed(method, num_tokens)))
+        old_seconds, old_tokens = self._feeds.get(method, (0.0, 0.0))
+        self._feeds[method] = (
+            FEED_FORGETTING * old_seconds + seconds,
+            FEED_FORGETTING * old_tokens + num_tokens,
+        )
+
     def _observe_draft(self, method: str, num_decoding: int, k: int, seconds: float) -> None:
         tables = self._draft.setdefault(method, {})
         tables.setdefault(bucket(num_decoding), CostTable(DRAFT_ELASTICITY)).observe(method, k, seconds)
@@ -161,6 +173,11 @@ class StepCosts:
         """Seconds; 0 while nothing is known, so that a method gets its first measurements."""
         table = _nearest(self._draft.get(method, {}), num_decoding)
         return 0.0 if table is None else table.predict(method, k)
+
+    def feed(self, method: str, num_tokens: int) -> float:
+        """Seconds to catch up with so many tokens; 0 while nothing is known."""
+        seconds, tokens = self._feeds.get(method, (0.0, 0.0))
+        return max(seconds, 0.0) * num_tokens / tokens if tokens > 0.0 else 0.0
 
 
 def bucket(num_decoding: int) -> int:

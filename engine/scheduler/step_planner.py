@@ -1,8 +1,8 @@
 """Fills one step: decodes first, then prefill chunks, then new admissions, within the token budget and the
 blocks.
 
-Order everywhere is (priority, arrival). Nobody starves: within a priority the head of the queue is never
-overtaken, decodes that did not fit go first in the next step, and prefill work has a share of every step. Where a
+Order everywhere is that of engine/scheduler/fair_order.py. Nobody starves: within a priority the head of the queue is
+never overtaken, decodes that did not fit go first in the next step, and prefill work has a share of every step. Where a
 prefill gets its blocks chunk by chunk (windows), the first one in order always gets one more: it may preempt those
 behind it, like a decode.
 """
@@ -52,7 +52,7 @@ class StepPlanner:
         self._num_decoding = 0
         self._max_drafts = max_drafts
         self._watermark = [max(1, int(WATERMARK * count)) for count in self._kv.num_blocks]
-        self._last_served = (0, -1)  # order of the last decode served when not all fitted
+        self._last_served = (0, 0, -1)  # order of the last decode served when not all fitted
         self.num_preemptions = 0
 
     def plan(self, step: int) -> PlanBuilder:

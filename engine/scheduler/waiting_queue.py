@@ -13,7 +13,7 @@ _by_order = attrgetter("order")
 
 
 class WaitingQueue:
-    """Sorted by (priority, arrival). A preempted request goes back to the place that its arrival gives it."""
+    """Sorted by `Request.order`. A preempted request goes back to the place that it had."""
 
     def __init__(self) -> None:
         self._requests: list[Request] = []

@@ -12,7 +12,8 @@ Rejected tokens need no clean-up: positions start again from the last confirmed 
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Self
 
 import numpy as np
 import torch
@@ -20,25 +21,32 @@ import torch.nn.functional as F
 
 from engine.attention.backend import AttentionContext
 from engine.attention.metadata import AttentionInputs
+from engine.config import SpeculatorConfig
+from engine.cudagraph import BatchLimits, CaptureQueue
 from engine.device import to_device
+from engine.models.loader import LoadedModel
+from engine.spec_decode.cudagraph_managers import (
+    DecodeSpeculatorCudaGraphManager,
+    DraftState,
+    PrefillSpeculatorCudaGraphManager,
+    PrefillTokens,
+)
 from engine.spec_decode.speculator import BaseSpeculator, DraftContext, DraftTokens, ProposalInputs, no_drafts
 from engine.step import DraftFeed
 
 DraftHidden = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
-@dataclass(frozen=True)
-class DraftState:
-    """What one draft step leaves for the next, one row per request."""
-
-    for_logits: torch.Tensor  # [num_reqs, draft_hidden_size]
-    feedback: torch.Tensor  # [num_reqs, hidden_size]
-
-
 class DraftModelSpeculator(BaseSpeculator):
     """A draft method with weights. Built before the KV cache is sized, bound to it afterwards."""
 
     _context: DraftContext
+
+    @classmethod
+    @abstractmethod
+    def load_draft_model(cls, config: SpeculatorConfig, target: LoadedModel, device: torch.device) -> Self:
+        """The extension point: build the method with its drafter, of the checkpoint that the configuration names, and
+        with what it shares with the target. Raises ConfigError or CheckpointError."""
 
     def bind(self, context: DraftContext) -> None:
         """Called once, when the KV cache exists and before the first `propose`."""
@@ -47,6 +55,9 @@ class DraftModelSpeculator(BaseSpeculator):
 
 class AutoRegressiveSpeculator(DraftModelSpeculator):
     """Hooks: what a draft step computes, how drafts are drawn, and whether positions advance."""
+
+    _prefill_graphs: PrefillSpeculatorCudaGraphManager | None = None
+    _loop_graphs: DecodeSpeculatorCudaGraphManager | None = None
 
     @property
     def advance_draft_positions(self) -> bool:
@@ -81,17 +92,44 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         """Hidden states that the draft prefill starts from: [num_tokens, hidden_size]."""
         return inputs.hidden_states
 
-    def propose(self, inputs: ProposalInputs) -> DraftTokens:
-        k = max(inputs.wanted)
-        has_first_draft = False
+    def init_cudagraph_managers(self, captures: CaptureQueue, limits: BatchLimits) -> None:
+        context = self._context
         if self.needs.draft_kv == "own":
-            state = self._prefill(inputs)  # also for k = 0: its cache must not have holes
-            has_first_draft = self.needs.first_draft_from_prefill
+            self._prefill_graphs = PrefillSpeculatorCudaGraphManager(
+                self._run_prefill,
+                num_groups=len(context.groups),
+                block_tables=context.block_tables,
+                limits=limits,
+                captures=captures,
+            )
+        self._loop_graphs = DecodeSpeculatorCudaGraphManager(
+            self._loop,
+            max_drafts=limits.decode_query_len - 1,
+            block_tables=context.block_tables,
+            limits=limits,
+            captures=captures,
+        )
+
+    def propose(self, inputs: ProposalInputs) -> DraftTokens:
+        if self.needs.draft_kv == "own":
+            first = self._prefill(inputs)  # also for k = 0: its cache must not have holes
         else:
             hidden = inputs.hidden_states[inputs.last_row_indices]
-            state = DraftState(hidden, hidden)
-        if k == 0:
+            first = DraftState(hidden, hidden)
+        if max(inputs.wanted) == 0:
             return no_drafts(inputs)
+        descriptor = None
+        if self._loop_graphs is not None and not inputs.in_graph:
+            descriptor = self._loop_graphs.find(inputs, first)
+        if self._loop_graphs is None or descriptor is None:
+            drafts = self._loop(inputs, first)
+        else:
+            drafts = self._loop_graphs.draft(descriptor, inputs, first)
+        return DraftTokens(drafts, inputs.num_speculative_tokens)
+
+    def _loop(self, inputs: ProposalInputs, state: DraftState) -> torch.Tensor:
+        """All draft steps, launches only: [num_reqs, k] int64. `state`: of the prefill, or of the target."""
+        k, has_first_draft = max(inputs.wanted), self._starts_with_draft
         drawn_at = inputs.request_rows.num_tokens[inputs.rows].to(torch.int64)  # [num_reqs]
         drafts: list[torch.Tensor] = []
         attention: AttentionContext | None = None
@@ -101,7 +139,11 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
                     attention = self._decode_attention(inputs, drawn_at, len(drafts))
                 state = self._decode(inputs, state, drafts, drawn_at, attention)
             drafts.append(self._draw(state, inputs, drawn_at + len(drafts)))
-        return DraftTokens(torch.stack(drafts, dim=1), inputs.num_speculative_tokens())
+        return torch.stack(drafts, dim=1)
+
+    @property
+    def _starts_with_draft(self) -> bool:
+        return self.needs.draft_kv == "own" and self.needs.first_draft_from_prefill
 
     def _draw(self, state: DraftState, inputs: ProposalInputs, positions: torch.Tensor) -> torch.Tensor:
         """The next draft of each request, [num_reqs] int64. It also stands in the history, behind the confirmed
@@ -122,10 +164,19 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         token_rows = torch.repeat_interleave(inputs.rows, lens, output_size=len(attention.positions))
         # Of a token behind the history's known end the result is void, and overwritten before it is read.
         input_ids = inputs.request_rows.token_history[token_rows, attention.positions + shift].to(torch.int64)
-        output = self.draft_forward(
-            input_ids, attention.positions, self.prefill_hidden(inputs), self._attention_context(attention)
-        )
-        return self._state(output, last_rows)
+        tokens = PrefillTokens(input_ids, self.prefill_hidden(inputs), attention, last_rows)
+        descriptor = None
+        if self._prefill_graphs is not None and not inputs.in_graph:
+            descriptor = self._prefill_graphs.find(tokens)
+        if self._prefill_graphs is None or descriptor is None:
+            return self._run_prefill(tokens)
+        return self._prefill_graphs.prefill(descriptor, tokens)
+
+    def _run_prefill(self, tokens: PrefillTokens) -> DraftState:
+        context = self._attention_context(tokens.attention)
+        positions = tokens.attention.positions
+        output = self.draft_forward(tokens.input_ids, positions, tokens.hidden_states, context)
+        return self._state(output, tokens.last_rows)
 
     def _fed_tokens(self, inputs: ProposalInputs) -> tuple[AttentionInputs, torch.Tensor]:
         """The tokens of `draft_feeds`, the step's where there is none; and the last valid row of each request.
@@ -193,11 +244,13 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         rows, history = inputs.rows, inputs.request_rows
         offset = 2 if self.needs.first_draft_from_prefill else 1
         positions = drawn_at - offset + (step if self.advance_draft_positions else 0)
-        positions = positions.clamp(min=0)  # requests that have no token yet: their drafts are not used
+        # Rows of requests that want no draft here stand at 0: behind a chunk of a prompt, say, the end of the history
+        # may lie far beyond the host's bounds, which kernels rely on.
+        is_wanted = step < inputs.num_speculative_tokens
+        positions = torch.where(is_wanted, positions, 0)
         context = self._context
         if self.needs.draft_kv == "own":
-            # A request that wants fewer drafts than the batch has slots for its own ones only.
-            is_wanted = step < inputs.num_speculative_tokens()
+            # A request has slots for the drafts that it wants only.
             limits = torch.where(is_wanted, history.token_limit[rows].to(torch.int64), 0)
         else:
             limits = torch.zeros_like(positions)  # nothing is written

@@ -8,14 +8,19 @@ drafts, and a rejected draft leaves nothing behind.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Self
 
 import msgspec
 import torch
 
 from engine.attention.backend import AttentionContext
+from engine.config import SpeculatorConfig
+from engine.errors import ConfigError
 from engine.models.gemma4_assistant import Gemma4AssistantModel
+from engine.models.loader import LoadedModel, load_drafter
 from engine.spec_decode.autoregressive import AutoRegressiveSpeculator
 from engine.spec_decode.draft_sampling import DraftSampler
+from engine.spec_decode.options import open_drafter, refuse_options
 from engine.spec_decode.speculator import DraftContext, ProposalInputs, SpeculatorNeeds
 
 
@@ -36,6 +41,20 @@ DEFAULT_POSITION_POLICY = "last_key"  # what a paged cache keeps alive without h
 
 class Gemma4Speculator(AutoRegressiveSpeculator):
     """Drafts from (the target's scaled embedding, hidden state); what is fed back is as wide as the target."""
+
+    @classmethod
+    def load_draft_model(cls, config: SpeculatorConfig, target: LoadedModel, device: torch.device) -> Self:
+        options = dict(config.options)
+        policy = options.pop("positions", DEFAULT_POSITION_POLICY)
+        refuse_options(config, options, ("positions",))
+        if policy not in POSITION_POLICIES:
+            raise ConfigError(
+                f"speculator {config.method}: got positions={policy!r}, expected one of {', '.join(POSITION_POLICIES)}"
+            )
+        source = open_drafter(config, target)
+        model = Gemma4AssistantModel(source.config(), target.model, target.dtype, device)
+        load_drafter(model, source, target)
+        return cls(model, POSITION_POLICIES[policy])
 
     def __init__(self, model: Gemma4AssistantModel, policy: DraftPositionPolicy) -> None:
         self.needs = SpeculatorNeeds(

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 
 import torch
 
-from engine.checkpoint.open import open_checkpoint
-from engine.config import ModelConfig, SpeculatorConfig
+from engine.config import SpeculatorConfig
 from engine.errors import ConfigError
-from engine.models.eagle import EagleDraftModel
-from engine.models.eagle3 import Eagle3DraftModel
-from engine.models.gemma4_assistant import Gemma4AssistantModel
-from engine.models.loader import LoadedModel, load_model
+from engine.models.loader import LoadedModel
 from engine.registry import Registry
 from engine.spec_decode.eagle import Eagle3Speculator, EagleSpeculator
-from engine.spec_decode.gemma4 import DEFAULT_POSITION_POLICY, POSITION_POLICIES, Gemma4Speculator
+from engine.spec_decode.gemma4 import Gemma4Speculator
 from engine.spec_decode.host import HostSpeculator
 from engine.spec_decode.independent import IndependentDraftSpeculator
+from engine.spec_decode.mtp import MTPSpeculator
 from engine.spec_decode.ngram import NgramSpeculator
+from engine.spec_decode.options import read_options
 from engine.spec_decode.speculator import BaseSpeculator
 from engine.spec_decode.suffix import SuffixSpeculator
 
@@ -32,7 +30,7 @@ def init_speculator(config: SpeculatorConfig, target: LoadedModel, device: torch
 
 
 def _make_ngram(config: SpeculatorConfig, target: LoadedModel, device: torch.device) -> BaseSpeculator:
-    options = _read_options(config, {"min_n": 2, "max_n": 4})
+    options = read_options(config, {"min_n": 2, "max_n": 4})
     if not 1 <= options["min_n"] <= options["max_n"]:
         raise ConfigError(
             f"speculator ngram: got min_n {options['min_n']} and max_n {options['max_n']}, expected 1 <= min_n <= max_n"
@@ -41,7 +39,7 @@ def _make_ngram(config: SpeculatorConfig, target: LoadedModel, device: torch.dev
 
 
 def _make_suffix(config: SpeculatorConfig, target: LoadedModel, device: torch.device) -> HostSpeculator:
-    options = _read_options(
+    options = read_options(
         config, {"min_match": 2, "max_match": 24, "min_percent": 10, "max_past_tokens": 100_000}
     )
     if not 1 <= options["min_match"] <= options["max_match"]:
@@ -56,81 +54,15 @@ def _make_suffix(config: SpeculatorConfig, target: LoadedModel, device: torch.de
     )
 
 
-def _make_draft_model(config: SpeculatorConfig, target: LoadedModel, device: torch.device) -> BaseSpeculator:
-    _read_options(config, {})
-    dtype = str(target.dtype).removeprefix("torch.")
-    draft = load_model(
-        ModelConfig.model_validate({"model": _checkpoint(config), "dtype": dtype}), device=device
-    )
-    if draft.model.vocab_size != target.model.vocab_size:
-        raise ConfigError(
-            f"speculator draft_model: got a vocabulary of {draft.model.vocab_size} tokens, expected "
-            f"{target.model.vocab_size}, the target model's"
-        )
-    return IndependentDraftSpeculator(draft.model)
-
-
-def _make_eagle(config: SpeculatorConfig, target: LoadedModel, device: torch.device) -> BaseSpeculator:
-    _read_options(config, {})
-    source = open_checkpoint(ModelConfig(model=_checkpoint(config)))
-    model = EagleDraftModel(source.config(), target.model, target.dtype, device)
-    model.load_weights(source.tensors())
-    return EagleSpeculator(model, target.model)
-
-
-def _make_eagle3(config: SpeculatorConfig, target: LoadedModel, device: torch.device) -> BaseSpeculator:
-    _read_options(config, {})
-    source = open_checkpoint(ModelConfig(model=_checkpoint(config)))
-    model = Eagle3DraftModel(source.config(), target.model, target.dtype, device)
-    model.load_weights(source.tensors())
-    return Eagle3Speculator(model, target.model)
-
-
-def _make_gemma4(config: SpeculatorConfig, target: LoadedModel, device: torch.device) -> BaseSpeculator:
-    options = dict(config.options)
-    policy = options.pop("positions", DEFAULT_POSITION_POLICY)
-    _refuse_options(config, options, ("positions",))
-    if policy not in POSITION_POLICIES:
-        raise ConfigError(
-            f"speculator {config.method}: got positions={policy!r}, expected one of {', '.join(POSITION_POLICIES)}"
-        )
-    source = open_checkpoint(ModelConfig(model=_checkpoint(config)))
-    model = Gemma4AssistantModel(source.config(), target.model, target.dtype, device)
-    model.load_weights(source.tensors())
-    return Gemma4Speculator(model, POSITION_POLICIES[policy])
-
-
 SPECULATORS: Registry[SpeculatorFactory] = Registry(
     "speculator",
     {
         "ngram": _make_ngram,
         "suffix": _make_suffix,
-        "draft_model": _make_draft_model,
-        "eagle": _make_eagle,
-        "eagle3": _make_eagle3,
-        "gemma4_mtp": _make_gemma4,
+        "draft_model": IndependentDraftSpeculator.load_draft_model,
+        "eagle": EagleSpeculator.load_draft_model,
+        "eagle3": Eagle3Speculator.load_draft_model,
+        "mtp": MTPSpeculator.load_draft_model,
+        "gemma4_mtp": Gemma4Speculator.load_draft_model,
     },
 )
-
-
-def _checkpoint(config: SpeculatorConfig) -> str:
-    if config.model is None:
-        raise ConfigError(f"speculator {config.method}: got no model, expected model=PATH or a hub id")
-    return config.model
-
-
-def _read_options(config: SpeculatorConfig, defaults: dict[str, int]) -> dict[str, int]:
-    """The whole-number options of a method. Raises ConfigError for unknown names and other values."""
-    _refuse_options(config, [name for name in config.options if name not in defaults], tuple(defaults))
-    values = dict(defaults)
-    for name, text in config.options.items():
-        if not text.isdecimal():
-            raise ConfigError(f"speculator {config.method}: got {name}={text!r}, expected a whole number")
-        values[name] = int(text)
-    return values
-
-
-def _refuse_options(config: SpeculatorConfig, unknown: Iterable[str], known: Sequence[str]) -> None:
-    for name in unknown:
-        expected = ", ".join(known) or "none"
-        raise ConfigError(f"speculator {config.method}: got option {name!r}, expected one of: {expected}")

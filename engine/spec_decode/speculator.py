@@ -20,6 +20,7 @@ from engine.attention.backend import AttentionBackend
 from engine.attention.metadata import AttentionInputs, LayerKVCache
 from engine.batch.block_tables import BlockTables
 from engine.batch.request_rows import RequestRows
+from engine.cudagraph import BatchLimits, CaptureQueue
 from engine.device import to_device
 from engine.kv_spec import KVGroupSpec
 from engine.sampling.draft_distributions import DraftDistributions
@@ -47,7 +48,10 @@ class ProposalInputs:
 
     row_list: list[int]  # request rows, on the host
     methods: list[str]  # the draft method of each request
-    wanted: list[int]  # k wanted of it, on the host; 0: only keep up with the target
+    wanted: list[
+        int
+    ]  # k wanted of each request at most, known on the host; all 0: only keep up with the target
+    num_wanted: torch.Tensor  # [num_reqs] int64; k wanted of each request
     rows: torch.Tensor  # [num_reqs] int64
     attention: AttentionInputs  # the step's tokens; block tables and slots of every KV group
     request_rows: RequestRows  # updated: history and counts include this step's tokens
@@ -59,16 +63,18 @@ class ProposalInputs:
     draft_feeds: Sequence[DraftFeed | None] = ()  # what drafters that catch up compute; empty: None for all
     draft_distributions: DraftDistributions | None = None
     """Given when drafts must be drawn with noise of their own, and what they were drawn from recorded here."""
+    fixed_features: BatchFeatures | None = None  # given in a captured step, where the host knows no rows
+    in_graph: bool = False  # a captured step runs this: drafters must launch, not replay graphs of their own
 
     @property
     def num_reqs(self) -> int:
-        return len(self.row_list)
+        return len(self.rows)
 
     @cached_property
     def features(self) -> BatchFeatures:
         """What the requests ask of the sampler, one logits row each. Made once, not once a draft: it copies from the
         host."""
-        return self.states.features(self.row_list)
+        return self.fixed_features or self.states.features(self.row_list)
 
     @property
     def last_row_indices(self) -> torch.Tensor:
@@ -78,12 +84,12 @@ class ProposalInputs:
         """
         return self.attention.query_start_loc[1:].to(torch.int64) - self.num_rejected - 1
 
+    @cached_property
     def num_speculative_tokens(self) -> torch.Tensor:
         """[num_reqs] int64: k wanted, as far as the request can still use it: the next verification also emits a
         token of the target. 0 for requests that have not emitted a token yet."""
-        wanted = to_device(np.array(self.wanted, dtype=np.int64), self.rows.device)
         room = self.request_rows.token_limit[self.rows] - self.request_rows.num_tokens[self.rows] - 1
-        return torch.where(self.num_sampled > 0, torch.minimum(wanted, room.clamp(min=0)), 0)
+        return torch.where(self.num_sampled > 0, torch.minimum(self.num_wanted, room.clamp(min=0)), 0)
 
     def select(self, requests: list[int]) -> ProposalInputs:
         """The same for some of the requests, by ascending batch index; this object itself for all of them."""
@@ -96,6 +102,7 @@ class ProposalInputs:
             row_list=[self.row_list[request] for request in requests],
             methods=[self.methods[request] for request in requests],
             wanted=[self.wanted[request] for request in requests],
+            num_wanted=self.num_wanted[index],
             rows=self.rows[index],
             attention=self.attention.select(requests, index, tokens),
             hidden_states=self.hidden_states[tokens],
@@ -138,6 +145,9 @@ class BaseSpeculator(ABC):
     def kv_groups(self) -> Sequence[KVGroupSpec]:
         """KV groups of its own, with the drafter's own layer indices."""
         return ()
+
+    def init_cudagraph_managers(self, captures: CaptureQueue, limits: BatchLimits) -> None:  # noqa: B027
+        """Graphs may be captured from now on; called once, after the KV cache exists. Most methods have none."""
 
 
 def no_drafts(inputs: ProposalInputs) -> DraftTokens:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from engine.cudagraph import BatchLimits, CaptureQueue
 from engine.device import to_device
 from engine.spec_decode.null import NullSpeculator
 from engine.spec_decode.speculator import BaseSpeculator, DraftTokens, ProposalInputs, SpeculatorNeeds
@@ -40,9 +41,14 @@ class SpeculatorSet(BaseSpeculator):
         self._null = NullSpeculator()
         self._vocab_size = vocab_size
         self.num_failures: Counter[tuple[str, str]] = Counter()  # (method, class of the exception) -> steps
+        self.needs_by_method = {method: speculator.needs for method, speculator in speculators.items()}
         layers = {layer for speculator in speculators.values() for layer in speculator.needs.aux_layers}
         wants_all = any(speculator.needs.hidden == "all" for speculator in speculators.values())
         self.needs = SpeculatorNeeds(hidden="all" if wants_all else "last", aux_layers=tuple(sorted(layers)))
+
+    def init_cudagraph_managers(self, captures: CaptureQueue, limits: BatchLimits) -> None:
+        for speculator in self._speculators.values():
+            speculator.init_cudagraph_managers(captures, limits)
 
     def propose(self, inputs: ProposalInputs, keeps_up: Sequence[str] = ()) -> CheckedDrafts:
         """Draft for the next step; the drafts also stand in the rows, behind the confirmed tokens.
@@ -55,12 +61,21 @@ class SpeculatorSet(BaseSpeculator):
         for method, speculator in self._speculators.items():
             followed = [index for index, name in enumerate(keeps_up) if name == method]
             if followed:
-                silent = replace(inputs.select(followed), wanted=[0] * len(followed))
+                silent = _without_drafts(inputs.select(followed))
                 self._propose_safely(method, speculator, silent)
             requests = [index for index, name in enumerate(inputs.methods) if name == method]
             if requests:
                 own = self._propose_safely(method, speculator, inputs.select(requests))
                 drafts = _insert(drafts, requests, own)
+        self._write(inputs, drafts)
+        return drafts
+
+    def propose_uniformly(self, method: str, inputs: ProposalInputs) -> CheckedDrafts:
+        """`propose` for a batch whose requests all use `method`, or none. Launches only, so that it may be captured;
+        what a method raises, it raises."""
+        if inputs.draft_distributions is not None:
+            inputs.draft_distributions.clear(inputs.rows)
+        drafts = self._check(inputs, self._speculators.get(method, self._null).propose(inputs))
         self._write(inputs, drafts)
         return drafts
 
@@ -95,7 +110,7 @@ class SpeculatorSet(BaseSpeculator):
                 f"{tuple(drafts.num_draft_tokens.shape)}, expected [{num_reqs}, k] and [{num_reqs}]"
             )
         steps = torch.arange(token_ids.shape[1], device=token_ids.device)
-        wanted = torch.minimum(drafts.num_draft_tokens, inputs.num_speculative_tokens())
+        wanted = torch.minimum(drafts.num_draft_tokens, inputs.num_speculative_tokens)
         valid = (token_ids >= 0) & (token_ids < self._vocab_size) & (steps < wanted[:, None])
         valid = valid.cumprod(dim=1).bool()
         num_valid = valid.sum(dim=1)
@@ -110,6 +125,11 @@ class SpeculatorSet(BaseSpeculator):
         if drafts.token_ids.shape[1] > 0:
             first = rows.num_tokens[inputs.rows].to(torch.int64)
             rows.write_tokens(inputs.rows, first, drafts.token_ids, drafts.num_draft_tokens)
+
+
+def _without_drafts(inputs: ProposalInputs) -> ProposalInputs:
+    """The same requests, which only have to keep up."""
+    return replace(inputs, wanted=[0] * inputs.num_reqs, num_wanted=torch.zeros_like(inputs.num_wanted))
 
 
 def _insert(drafts: CheckedDrafts, requests: list[int], own: CheckedDrafts) -> CheckedDrafts:

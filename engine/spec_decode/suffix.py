@@ -7,14 +7,17 @@ from every request that ends, whoever drafted for it.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from engine.spec_decode.host import HostSpeculator, RequestView
+from engine.spec_decode.replay import LookupMethod, LookupReplay
 from engine.spec_decode.suffix_index import NOTHING, SuffixIndex
 
 MAX_OWN_TOKENS = 4096  # newest tokens of a prompt that are searched
 
 
-class SuffixSpeculator(HostSpeculator):
+class SuffixSpeculator(HostSpeculator, LookupMethod):
     """`min_match`, `max_match`: shortest match, and longest that is told apart, in tokens. `max_past_tokens`: bound
     of what is kept of past outputs, over all tenants; the oldest go first.
     """
@@ -24,7 +27,7 @@ class SuffixSpeculator(HostSpeculator):
         self._max_match = max_match
         self._min_probability = min_probability
         self._max_past_tokens = max_past_tokens
-        self._own: dict[str, _OwnTokens] = {}  # by request id
+        self._own: dict[str, _LiveText] = {}  # by request id
         self._past: dict[str, SuffixIndex] = {}  # by cache salt: tenants never see each other
         self._past_order: deque[tuple[str, int]] = deque()  # (cache salt, tokens) of each past output
         self._num_past_tokens = 0
@@ -32,13 +35,16 @@ class SuffixSpeculator(HostSpeculator):
     def propose(self, view: RequestView) -> list[int]:
         own = self._own.get(view.request_id)
         if own is None:
-            own = self._own[view.request_id] = _OwnTokens(self._new_index(), view)
-        own.update(view)
-        tail = view.token_ids[-self._max_match :]
-        best = own.index.continue_tail(tail, view.max_drafts, self._min_probability)
-        past = self._past.get(view.cache_salt)
-        learnt = past.continue_tail(tail, view.max_drafts, self._min_probability) if past else NOTHING
-        return max(best, learnt, key=lambda continuation: continuation.score).token_ids
+            num_skipped = max(len(view.token_ids) - MAX_OWN_TOKENS, 0)
+            own = self._own[view.request_id] = _LiveText(self.replay(view.cache_salt), num_skipped)
+        own.text.read(view.token_ids[own.num_seen :])
+        own.num_seen = len(view.token_ids)
+        return own.text.propose(view.max_drafts)
+
+    def replay(self, cache_salt: str) -> SuffixReplay:
+        return SuffixReplay(
+            self._new_index(), lambda: self._past.get(cache_salt), self._max_match, self._min_probability
+        )
 
     def finish(self, view: RequestView) -> None:
         self._own.pop(view.request_id, None)
@@ -62,14 +68,32 @@ class SuffixSpeculator(HostSpeculator):
         return SuffixIndex(self._min_match, self._max_match)
 
 
-class _OwnTokens:
-    """The index of one live request's prompt and output."""
+class SuffixReplay(LookupReplay):
+    """The text of one request, and past outputs as they are by now."""
 
-    def __init__(self, index: SuffixIndex, view: RequestView) -> None:
-        self.index = index
-        self._num_seen = max(len(view.token_ids) - MAX_OWN_TOKENS, 0)
-        index.add(())
+    max_prompt_tokens = MAX_OWN_TOKENS
 
-    def update(self, view: RequestView) -> None:
-        self.index.extend(view.token_ids[self._num_seen :])
-        self._num_seen = len(view.token_ids)
+    def __init__(
+        self, own: SuffixIndex, past: Callable[[], SuffixIndex | None], max_match: int, min_probability: float
+    ) -> None:
+        self._own = own
+        self._past = past
+        self._min_probability = min_probability
+        self._tail: deque[int] = deque(maxlen=max_match)
+        own.add(())
+
+    def read(self, token_ids: Sequence[int]) -> None:
+        self._own.extend(token_ids)
+        self._tail.extend(token_ids)
+
+    def propose(self, max_drafts: int) -> list[int]:
+        tail, past = list(self._tail), self._past()
+        best = self._own.continue_tail(tail, max_drafts, self._min_probability)
+        learnt = past.continue_tail(tail, max_drafts, self._min_probability) if past else NOTHING
+        return max(best, learnt, key=lambda continuation: continuation.score).token_ids
+
+
+@dataclass(slots=True)
+class _LiveText:
+    text: SuffixReplay
+    num_seen: int  # tokens of the request that were read, or skipped

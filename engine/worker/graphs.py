@@ -1,6 +1,7 @@
-"""The target's decode steps as CUDA graphs: embedding to logits in one replay.
+"""The target's forward pass as CUDA graphs: embedding to the last hidden states in one replay.
 
-Batches with a prefill in them, and contexts beyond MAX_GRAPH_CONTEXT, run without a graph.
+For the steps that are no uniform decode (engine/worker/step_graphs.py): those with prompt chunks in them, or with
+requests that want more of the sampler. The batch is ragged and copied into static buffers.
 """
 
 from __future__ import annotations
@@ -8,102 +9,71 @@ from __future__ import annotations
 import torch
 
 from engine.attention.backend import AttentionContext
-from engine.attention.metadata import AttentionInputs, NeededTokens
+from engine.attention.metadata import NeededTokens
 from engine.batch.input_batch import InputBatch
-from engine.cudagraph import BatchDescriptor, CudaGraphManager, Recorder, decode_descriptors
-from engine.kv_spec import PAD_SLOT_ID
+from engine.batch.static_inputs import StaticAttentionInputs
+from engine.cudagraph import BatchDescriptor, BatchLimits, CaptureQueue, CudaGraphManager
 from engine.worker.target import EagerTarget, TargetStates
 
-MAX_GRAPH_CONTEXT = 16384  # tokens; what a kernel reserves for the parts of a split context grows with it
 
-
-class TargetGraphManager(CudaGraphManager):
+class TargetGraphManager(CudaGraphManager[BatchDescriptor]):
     """Static buffers at the largest shape; smaller shapes are their leading parts."""
 
     def __init__(
         self,
         eager: EagerTarget,
         *,
+        limits: BatchLimits,
         block_size: int,
         max_blocks: int,
-        max_num_seqs: int,
-        max_drafts: int,
         device: torch.device,
-        recorder: Recorder,
+        captures: CaptureQueue,
     ) -> None:
-        super().__init__(decode_descriptors(max_num_seqs, max_drafts), recorder)
+        super().__init__(captures)
         self._eager = eager
-        self._block_size = block_size
-        self._max_context = min(max_blocks * block_size, MAX_GRAPH_CONTEXT)
-        max_tokens = max_num_seqs * (1 + max_drafts)
-
-        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        self._input_ids = zeros(max_tokens)
-        self._positions = zeros(max_tokens)
-        self._query_start_loc = zeros(max_num_seqs + 1, dtype=torch.int32)
-        self._seq_lens = zeros(max_num_seqs, dtype=torch.int32)
-        self._block_tables = [zeros(max_num_seqs, max_blocks, dtype=torch.int32) for _ in eager.groups]
-        self._slot_mappings = [torch.full_like(self._input_ids, PAD_SLOT_ID) for _ in eager.groups]
-        self._outputs: dict[BatchDescriptor, TargetStates] = {}
+        self._limits = limits
+        self._input_ids = torch.zeros(limits.num_tokens, dtype=torch.int64, device=device)
+        self._attention = StaticAttentionInputs(
+            num_groups=len(eager.groups),
+            block_size=block_size,
+            max_blocks=max_blocks,
+            max_num_reqs=limits.num_reqs,
+            max_num_tokens=limits.num_tokens,
+            max_context=limits.max_seq_len,
+            device=device,
+        )
+        self._outputs: dict[BatchDescriptor, tuple[torch.Tensor, dict[int, torch.Tensor]]] = {}
 
     def forward(self, batch: InputBatch, needed: NeededTokens | None) -> TargetStates:
-        """By a replay where a graph holds the batch; the tokens of a decode all have logits."""
+        """By a replay where a graph holds the batch."""
         inputs, num_tokens = batch.attention, len(batch.input_ids)
-        descriptor = None
-        if batch.is_decode_only and max(inputs.max_seq_lens) <= self._max_context:
-            descriptor = self.dispatch(num_tokens, inputs.num_reqs, max(inputs.query_lens))
+        shape = self._limits.describe(inputs.query_lens, inputs.max_seq_lens, not batch.is_decode_only)
+        descriptor = None if shape is None else self.dispatch(shape)
         if descriptor is None:
             return self._eager.forward(batch, needed)
-        self._fill(batch, descriptor)
+        self._input_ids[:num_tokens].copy_(batch.input_ids)
+        self._attention.fill(inputs, num_tokens=descriptor.num_tokens, num_reqs=descriptor.num_reqs)
         self.replay(descriptor)
-        static = self._outputs[descriptor]
+        hidden_states, aux_hidden_states = self._outputs[descriptor]
+        hidden_states = hidden_states[:num_tokens]
         return TargetStates(
-            hidden_states=static.hidden_states[:num_tokens],
-            aux_hidden_states={layer: aux[:num_tokens] for layer, aux in static.aux_hidden_states.items()},
-            logits=static.logits[:num_tokens],
+            hidden_states=hidden_states,
+            aux_hidden_states={layer: aux[:num_tokens] for layer, aux in aux_hidden_states.items()},
+            logits=self._eager.model.compute_logits(hidden_states[batch.logits_indices]),
             kind="full",
             num_padding_tokens=descriptor.num_tokens - num_tokens,
         )
 
+    def prepare(self, descriptor: BatchDescriptor) -> None:
+        self._attention.clear()
+
     def run(self, descriptor: BatchDescriptor) -> None:
-        eager, num_tokens = self._eager, descriptor.num_tokens
-        context = AttentionContext(
-            eager.backend, self._inputs(descriptor), eager.groups, eager.caches, eager.aux_layers
+        eager = self._eager
+        attention = self._attention.view(
+            num_tokens=descriptor.num_tokens,
+            num_reqs=descriptor.num_reqs,
+            max_query_len=descriptor.max_query_len,
         )
-        hidden_states = eager.model(self._input_ids[:num_tokens], self._positions[:num_tokens], context)
-        self._outputs[descriptor] = TargetStates(
-            hidden_states=hidden_states,
-            aux_hidden_states=context.aux_hidden_states,
-            logits=eager.model.compute_logits(hidden_states),
-        )
-
-    def _inputs(self, descriptor: BatchDescriptor) -> AttentionInputs:
-        """The static buffers as a step. Lengths on the host are bounds, and hold for every replay."""
-        num_tokens, num_reqs = descriptor.num_tokens, descriptor.num_reqs
-        return AttentionInputs(
-            query_lens=[descriptor.max_query_len] * num_reqs,
-            max_seq_lens=[self._max_context] * num_reqs,
-            query_start_loc=self._query_start_loc[: num_reqs + 1],
-            seq_lens=self._seq_lens[:num_reqs],
-            positions=self._positions[:num_tokens],
-            block_tables=tuple(table[:num_reqs] for table in self._block_tables),
-            slot_mappings=tuple(slots[:num_tokens] for slots in self._slot_mappings),
-            block_size=self._block_size,
-        )
-
-    def _fill(self, batch: InputBatch, descriptor: BatchDescriptor) -> None:
-        """Copy the batch in; behind it, requests of length 0 and tokens that store nothing."""
-        inputs = batch.attention
-        num_tokens, num_reqs = len(batch.input_ids), inputs.num_reqs
-        self._input_ids[:num_tokens].copy_(batch.input_ids)
-        self._positions[:num_tokens].copy_(inputs.positions)
-        self._query_start_loc[: num_reqs + 1].copy_(inputs.query_start_loc)
-        self._query_start_loc[num_reqs + 1 : descriptor.num_reqs + 1].fill_(num_tokens)
-        self._seq_lens[:num_reqs].copy_(inputs.seq_lens)
-        self._seq_lens[num_reqs : descriptor.num_reqs].zero_()
-        for group in range(len(self._block_tables)):  # the target's come first
-            self._block_tables[group][:num_reqs].copy_(inputs.block_tables[group])
-            self._slot_mappings[group][:num_tokens].copy_(inputs.slot_mappings[group])
-            self._slot_mappings[group][num_tokens : descriptor.num_tokens].fill_(PAD_SLOT_ID)
+        context = AttentionContext(eager.backend, attention, eager.groups, eager.caches, eager.aux_layers)
+        hidden_states = eager.model(self._input_ids[: descriptor.num_tokens], attention.positions, context)
+        self._outputs[descriptor] = hidden_states, dict(context.aux_hidden_states)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import mul
 from pathlib import Path
 
@@ -120,8 +121,9 @@ def allocate_caches(
     for group, count in zip(groups, num_blocks, strict=True):
         shape = (count, block_size, group.num_kv_heads, group.head_size)
         for layer in group.layer_indices:
-            key, value = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
-            caches[layer] = LayerKVCache(key, value)
+            caches[layer] = LayerKVCache.of_group(
+                group, partial(torch.zeros, shape, dtype=dtype, device=device)
+            )
     return caches
 
 

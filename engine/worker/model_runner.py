@@ -8,7 +8,8 @@ unless the plan says so (`needs_host_inputs`).
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -16,20 +17,21 @@ from engine.attention.metadata import NeededTokens
 from engine.batch.block_tables import BlockTables
 from engine.batch.input_batch import BatchLayout, InputBatch, derive_batch, gather_batch
 from engine.batch.request_rows import RequestRows
-from engine.cudagraph import Recorder
+from engine.cudagraph import CaptureQueue
 from engine.models.base import CausalLM
 from engine.request import NO_METHOD
-from engine.sampling.features import BatchFeatures, greedy_features
+from engine.sampling.features import BatchFeatures, uniform_features
 from engine.sampling.logprobs import LogprobsTensors, compute_logprobs
 from engine.sampling.sampler import SampleBatch, sampled_logprobs
 from engine.sampling.states import SamplingStates
+from engine.sampling.token_masks import mask_tokens
 from engine.sampling.verification_rule import VerificationRule
 from engine.sampling.verifier import Verification, locate_drafts, verify
 from engine.spec_decode.speculator import ProposalInputs
 from engine.spec_decode.speculator_set import CheckedDrafts, SpeculatorSet
 from engine.step import HostInputs, NewRow, ScheduledRequest, StepPlan
-from engine.worker.decode_graphs import DecodeStepGraphs
 from engine.worker.output import PendingOutput, StepTensors, make_copy_stream, pack_results
+from engine.worker.step_graphs import StepDescriptor, StepGraphs, StepLimits
 from engine.worker.target import TargetForward, TargetStates
 
 PROMPT_LOGPROBS_CHUNK = 256  # logits rows at a time, so that a long prompt needs no [tokens, vocab] buffer
@@ -57,6 +59,10 @@ class PhaseClock:
         now = time.perf_counter()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
         self._last = now
+
+    def resume(self) -> None:
+        """What passed since the last lap was not the step's."""
+        self._last = time.perf_counter()
 
 
 class ModelRunner:
@@ -87,15 +93,17 @@ class ModelRunner:
         self._row_info: dict[int, NewRow] = {}
         self._draft_methods: dict[int, str] = {}  # row -> who made the drafts that stand in it
         self._copy_stream = make_copy_stream(device)
-        self._decode_graphs: DecodeStepGraphs | None = None
+        self._clock = PhaseClock()  # of the step that is being launched
+        self._captures: CaptureQueue | None = None
+        self._step_graphs: StepGraphs | None = None
 
     @torch.inference_mode()
     def launch_target(self, plan: StepPlan) -> TargetPass:
         """Part A: apply the plan's updates, gather, run the target, compute the logits that are needed."""
-        clock = PhaseClock()
+        clock = self._clock
         self._apply_updates(plan)
         batch = gather_batch(plan.scheduled, self._rows, self._block_tables)
-        draft_methods = [self._draft_methods.get(row, "none") for row in batch.row_list]
+        draft_methods = [self._draft_methods.get(row, NO_METHOD) for row in batch.row_list]
         clock.lap("prepare")
         states = self._target.forward(batch, self._needed_tokens(batch))
         clock.lap("target")
@@ -105,9 +113,10 @@ class ModelRunner:
     def launch_verify(self, target: TargetPass, inputs: HostInputs | None = None) -> PendingOutput:
         """Part B: sample and verify, update the rows, propose, send the results on their way."""
         batch, clock = target.batch, target.clock
+        clock.resume()
         logits = target.states.logits
         if inputs is not None and inputs.token_bitmask is not None:
-            logits = _mask_logits(logits, inputs.token_bitmask)
+            logits = mask_tokens(logits, inputs.token_bitmask, inputs.masked_rows)
         features = self._states.features(batch.logits_row_list)
         verification, token_ids = self._verify(batch, logits, features)
         self._update_rows(batch, verification)
@@ -118,76 +127,83 @@ class ModelRunner:
         clock.lap("draft")
         tensors = StepTensors(
             results=pack_results(verification, batch.num_drafts, drafts.num_draft_tokens, drafts.is_bad),
+            next_drafts=drafts.token_ids if target.plan.needs_host_inputs else None,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
         )
         return self._pending(target, tensors, drafts.has_failed)
 
     @torch.inference_mode()
-    def launch_decode(self, plan: StepPlan) -> PendingOutput | None:
-        """The whole step as one replay, if it is plain decoding of greedy requests and a graph holds it."""
-        if self._decode_graphs is None or not self._is_plain(plan):
-            return None
-        row_list = [entry.row for entry in plan.scheduled]
-        max_seq_len = max(entry.max_seq_len for entry in plan.scheduled)
-        descriptor = self._decode_graphs.find(len(row_list), max_seq_len)
+    def launch_captured(self, plan: StepPlan) -> PendingOutput | None:
+        """The whole step as one replay, if it is a uniform decode and a graph holds it."""
+        clock = self._clock = PhaseClock()
+        if self._captures is not None and self._captures.capture_asked():
+            clock.lap("capture")
+        descriptor = self._step_graphs.find(plan) if self._step_graphs is not None else None
         if descriptor is None:
             return None
-        clock = PhaseClock()
+        assert self._step_graphs is not None
         self._apply_updates(plan)
         if self._copy_stream is not None:  # it may be reading the last replay's results
             torch.cuda.current_stream(self._copy_stream.device).wait_stream(self._copy_stream)
         clock.lap("prepare")
-        results = self._decode_graphs.step(descriptor, row_list)
+        results = self._step_graphs.step(descriptor, plan.scheduled)
         clock.lap("target")
-        for row in row_list:
-            self._draft_methods[row] = NO_METHOD
+        num_reqs = len(plan.scheduled)
+        draft_methods = [self._draft_methods.get(entry.row, NO_METHOD) for entry in plan.scheduled]
+        self._remember_methods(plan.scheduled)
+        num_tokens = sum(entry.num_tokens for entry in plan.scheduled)
         return PendingOutput(
             plan.step,
             plan.scheduled,
             StepTensors(results=results),
-            draft_methods=[NO_METHOD] * len(row_list),
-            drafter_errors=[False] * len(row_list),
-            num_logprobs=[None] * len(row_list),
+            draft_methods=draft_methods,
+            drafter_errors=[False] * num_reqs,
+            num_logprobs=[None] * num_reqs,
             num_prompt_logprobs={},
             phase_seconds=clock.seconds,
             graph_kind="full",
-            num_padding_tokens=descriptor.num_tokens - len(row_list),
+            num_padding_tokens=descriptor.num_reqs * (1 + descriptor.num_drafts) - num_tokens,
             copy_stream=self._copy_stream,
         )
 
-    def capture(self, recorder: Recorder, target: TargetForward) -> None:
-        """Record whole decode steps with this target, which must launch."""
-        graphs = DecodeStepGraphs(
-            lambda layout: self._decode_step(layout, target),
-            max_num_seqs=self._max_num_rows,
-            max_seq_len=self._block_tables.max_blocks * self._block_tables.block_size,
+    def init_graphs(self, captures: CaptureQueue, target: TargetForward, limits: StepLimits) -> None:
+        """Whole decode steps may be captured from now on, with this target, which must launch."""
+        self._captures = captures
+        self._step_graphs = StepGraphs(
+            lambda layout, descriptor: self._run_step(layout, descriptor, target),
+            limits=limits,
+            states=self._states,
+            needs=self._speculators.needs_by_method,
             device=self._rows.device,
-            recorder=recorder,
+            captures=captures,
         )
-        with torch.inference_mode():
-            graphs.capture()
-        self._decode_graphs = graphs
 
-    def _decode_step(self, layout: BatchLayout, target: TargetForward) -> torch.Tensor:
-        """Both parts of a step that decodes greedily and makes no drafts; the packed results."""
+    def capture_next(self) -> bool:
+        """While nothing runs: capture one more graph. False: all are there."""
+        return self._captures is not None and self._captures.capture_next()
+
+    def _run_step(
+        self, layout: BatchLayout, descriptor: StepDescriptor, target: TargetForward
+    ) -> torch.Tensor:
+        """Both parts of a uniform decode step, launches only; the packed results."""
         batch = derive_batch(layout, self._rows, self._block_tables)
         states = target.forward(batch, None)
-        verification, _ = self._verify(batch, states.logits, greedy_features(len(batch.rows)))
+        num_reqs, kind, vocab_size = len(batch.rows), descriptor.sampling, self._model.vocab_size
+        features = uniform_features(len(batch.logits_rows), kind, vocab_size)
+        verification, _ = self._verify(batch, states.logits, features)
         self._update_rows(batch, verification)
-        none = torch.zeros_like(verification.num_emitted)
-        self._rows.num_drafts[batch.rows] = none.to(torch.int32)
-        return pack_results(verification, batch.num_drafts, none, none)
-
-    def _is_plain(self, plan: StepPlan) -> bool:
-        return not plan.needs_host_inputs and all(
-            entry.num_tokens == 1
-            and not entry.is_prefill
-            and entry.method == entry.keeps_up == NO_METHOD
-            and entry.num_next_drafts == 0
-            and self._states.is_greedy(entry.row)
-            for entry in plan.scheduled
+        inputs = self._proposal_inputs(batch, states, verification)
+        drafts = self._speculators.propose_uniformly(
+            descriptor.method,
+            replace(
+                inputs,
+                wanted=[descriptor.num_drafts] * num_reqs,
+                fixed_features=uniform_features(num_reqs, kind, vocab_size),
+                in_graph=True,
+            ),
         )
+        return pack_results(verification, batch.num_drafts, drafts.num_draft_tokens, drafts.is_bad)
 
     def _needed_tokens(self, batch: InputBatch) -> NeededTokens | None:
         """Those that logits are computed of, unless somebody wants the hidden states of all."""
@@ -204,7 +220,7 @@ class ModelRunner:
             self._rows.set_row(new)
             self._states.set_row(new)
             self._row_info[new.row] = new
-            self._draft_methods[new.row] = "none"
+            self._draft_methods[new.row] = NO_METHOD
         self._block_tables.apply(plan.block_table_updates)
         self._rows.set_drafts(plan.host_drafts)
 
@@ -246,29 +262,38 @@ class ModelRunner:
 
     def _propose(self, target: TargetPass, verification: Verification) -> CheckedDrafts:
         batch = target.batch
-        num_emitted = verification.num_emitted
-        rejected = torch.where(batch.is_prefill, 0, batch.query_lens - num_emitted)
         drafts = self._speculators.propose(
-            ProposalInputs(
-                row_list=batch.row_list,
-                methods=[entry.method for entry in batch.scheduled],
-                wanted=[entry.num_next_drafts for entry in batch.scheduled],
-                rows=batch.rows,
-                attention=batch.attention,
-                request_rows=self._rows,
-                states=self._states,
-                hidden_states=target.states.hidden_states,
-                aux_hidden_states=target.states.aux_hidden_states,
-                num_sampled=num_emitted,
-                num_rejected=rejected,
-                draft_feeds=[entry.draft_feed for entry in batch.scheduled],
-                draft_distributions=self._rule.draft_distributions,
-            ),
+            self._proposal_inputs(batch, target.states, verification),
             keeps_up=[entry.keeps_up for entry in batch.scheduled],
         )
-        for entry in batch.scheduled:
-            self._draft_methods[entry.row] = entry.method if entry.num_next_drafts else "none"
+        self._remember_methods(batch.scheduled)
         return drafts
+
+    def _proposal_inputs(
+        self, batch: InputBatch, states: TargetStates, verification: Verification
+    ) -> ProposalInputs:
+        num_emitted = verification.num_emitted
+        return ProposalInputs(
+            row_list=batch.row_list,
+            methods=[entry.method for entry in batch.scheduled],
+            wanted=[entry.num_next_drafts for entry in batch.scheduled],
+            num_wanted=batch.num_wanted,
+            rows=batch.rows,
+            attention=batch.attention,
+            request_rows=self._rows,
+            states=self._states,
+            hidden_states=states.hidden_states,
+            aux_hidden_states=states.aux_hidden_states,
+            num_sampled=num_emitted,
+            num_rejected=torch.where(batch.is_prefill, 0, batch.query_lens - num_emitted),
+            draft_feeds=[entry.draft_feed for entry in batch.scheduled],
+            draft_distributions=self._rule.draft_distributions,
+        )
+
+    def _remember_methods(self, scheduled: Sequence[ScheduledRequest]) -> None:
+        """Who made the drafts that stand in the rows now."""
+        for entry in scheduled:
+            self._draft_methods[entry.row] = entry.method if entry.num_next_drafts else NO_METHOD
 
     def _prompt_logprobs(self, target: TargetPass) -> dict[int, LogprobsTensors]:
         """By batch index, for prefill chunks whose request asks: rows predict the prompt tokens after them."""
@@ -314,13 +339,3 @@ class ModelRunner:
             num_padding_tokens=target.states.num_padding_tokens,
             copy_stream=self._copy_stream,
         )
-
-
-def _mask_logits(logits: torch.Tensor, bitmask: bytes) -> torch.Tensor:
-    """Keep the tokens whose bit is set. bitmask: [num_logits, ceil(vocab / 32)] little-endian int32."""
-    num_logits, vocab_size = logits.shape
-    words = torch.frombuffer(bytearray(bitmask), dtype=torch.int32).view(num_logits, -1)
-    words = words.to(logits.device, non_blocking=True)
-    token_ids = torch.arange(vocab_size, device=logits.device)
-    bits = (words[:, token_ids // 32] >> (token_ids % 32)) & 1
-    return logits.masked_fill(bits == 0, float("-inf"))

@@ -24,6 +24,7 @@ class StepTensors:
     """What leaves the device. `results` [num_reqs, NUM_COUNTS + k_max + 1] int64, see `pack_results`."""
 
     results: torch.Tensor
+    next_drafts: torch.Tensor | None = None  # [num_reqs, k] int64, -1 where there is none; for those who ask
     logprobs: LogprobsTensors | None = None  # by logits row
     prompt_logprobs: Mapping[int, LogprobsTensors] = field(default_factory=dict)  # by batch index
 
@@ -92,6 +93,7 @@ class PendingOutput:
             self._event.synchronize()  # sync: the copy stream only, never the compute stream
         host = self._host
         results = host.results.tolist()  # sync: host memory
+        next_drafts = [] if host.next_drafts is None else host.next_drafts.tolist()  # sync: host memory
         rows = []
         first_logit = 0
         for index, (entry, result) in enumerate(zip(self._scheduled, results, strict=True)):
@@ -106,6 +108,8 @@ class PendingOutput:
                 drafter_error=self._drafter_errors[index],
                 num_next_drafts=num_next_drafts,
             )
+            if next_drafts:
+                row.next_draft_ids = next_drafts[index][:num_next_drafts]
             num_top = self._num_logprobs[index]
             if host.logprobs is not None and num_top is not None and entry.samples:
                 row.logprobs = host.logprobs.to_positions(first_logit, emitted, num_top)
@@ -135,6 +139,7 @@ def _to_host(tensors: StepTensors, stream: torch.cuda.Stream) -> StepTensors:
 
     return StepTensors(
         results=copy(tensors.results),
+        next_drafts=None if tensors.next_drafts is None else copy(tensors.next_drafts),
         logprobs=None if tensors.logprobs is None else tensors.logprobs.map(copy),
         prompt_logprobs={index: entry.map(copy) for index, entry in tensors.prompt_logprobs.items()},
     )

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
+from server.client import Connection
 from server.pb.slipstream.v1 import generation_pb2 as pb
 from server.pb.slipstream.v1 import generation_pb2_grpc as pb_grpc
 
@@ -40,13 +41,18 @@ class RequestRecord:
 
 
 @asynccontextmanager
-async def connect(address: str, num_streams: int) -> AsyncIterator[list[pb_grpc.GenerationServiceStub]]:
-    """Open as many connections as that many streams at once need; yields one stub for each."""
+async def connect(
+    server: Connection | str, num_streams: int
+) -> AsyncIterator[list[pb_grpc.GenerationServiceStub]]:
+    """Open as many connections as that many streams at once need; yields one stub for each. A text is the address of
+    a plain server.
+    """
+    connection = Connection(server) if isinstance(server, str) else server
     async with AsyncExitStack() as stack:
         stubs = []
         for _ in range(-(-num_streams // _STREAMS_PER_CONNECTION)):
-            options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
-            channel = await stack.enter_async_context(grpc.aio.insecure_channel(address, options=options))
+            channel = connection.aio_channel([("grpc.use_local_subchannel_pool", 1)])
+            await stack.enter_async_context(channel)
             stubs.append(pb_grpc.GenerationServiceStub(channel))
         yield stubs
 

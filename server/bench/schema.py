@@ -111,6 +111,7 @@ class BenchResult(msgspec.Struct, kw_only=True):
     speculation: dict[str, list[SpeculationReport]] = {}  # case -> by draft method
     comparisons: list[Comparison] = []
     series: list[Series] = []
+    rows: list[dict[str, str | int | float | None]] = []  # one measurement each; names end in their unit
 
 
 def write_result(result: BenchResult, path: Path) -> None:

@@ -8,19 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import grpc
 import typer
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
-from engine.errors import ConfigError
 from server.bench.driver import RequestRecord, connect, run_closed_loop, run_open_loop
 from server.bench.environment import current_environment
 from server.bench.load import OutputPlan, complete, dataset_prompts, poisson_arrivals, random_prompts
 from server.bench.render import print_report
 from server.bench.schema import BenchResult, LoadReport, write_result
 from server.bench.statistics import load_report
-from server.cli.connection import DEFAULT_ADDRESS, EXIT_FAILED, AddressOption, failed_call
+from server.cli.connection import EXIT_FAILED, failures_told, with_connection
+from server.client import Connection
 from server.pb.slipstream.v1 import generation_pb2 as pb
 
 _DEFAULT_CONCURRENCY = 8
@@ -30,7 +29,7 @@ _DEFAULT_CONCURRENCY = 8
 class LoadOptions:
     """The command line, checked."""
 
-    address: str
+    connection: Connection
     concurrency: int | None  # closed loop
     rate: float | None  # open loop, requests a second
     num_requests: int
@@ -40,8 +39,9 @@ class LoadOptions:
     output: OutputPlan
 
 
+@with_connection
 def bench(
-    address: AddressOption = DEFAULT_ADDRESS,
+    connection: Connection,
     concurrency: Annotated[
         int | None, typer.Option(min=1, help=f"Streams at once.  [default: {_DEFAULT_CONCURRENCY}]")
     ] = None,
@@ -73,7 +73,7 @@ def bench(
     if concurrency is not None and rate is not None:
         raise typer.BadParameter("give either --concurrency or --rate", param_hint="--rate")
     options = LoadOptions(
-        address=address,
+        connection=connection,
         concurrency=None if rate is not None else concurrency or _DEFAULT_CONCURRENCY,
         rate=rate,
         num_requests=num_requests,
@@ -99,20 +99,18 @@ def bench(
 def _run(options: LoadOptions) -> LoadReport:
     console = Console(stderr=True)
     columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn())
-    try:
-        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-            task = progress.add_task("requests", total=options.num_requests)
-            return asyncio.run(drive(options, lambda record: progress.advance(task)))
-    except grpc.RpcError as error:
-        raise failed_call(error, options.address) from None
-    except ConfigError as error:
-        raise typer.BadParameter(str(error), param_hint="--dataset") from None
+    with (
+        failures_told(options.connection),
+        Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress,
+    ):
+        task = progress.add_task("requests", total=options.num_requests)
+        return asyncio.run(drive(options, lambda record: progress.advance(task)))
 
 
 async def drive(options: LoadOptions, on_done: Callable[[RequestRecord], None]) -> LoadReport:
     """Warm up, send the load, report. Raises grpc.RpcError when the server cannot be asked what it is."""
     num_streams = options.concurrency or options.num_requests
-    async with connect(options.address, num_streams) as stubs:
+    async with connect(options.connection, num_streams) as stubs:
         model = await stubs[0].GetModelInfo(pb.GetModelInfoRequest())
         server = await stubs[0].GetServerInfo(pb.GetServerInfoRequest())
         requests = _requests(options, model.vocab_size)
@@ -142,7 +140,7 @@ def _result(options: LoadOptions, report: LoadReport) -> BenchResult:
         environment=current_environment(),
         seed=options.output.seed,
         parameters={
-            "address": options.address,
+            "address": options.connection.address,
             "concurrency": options.concurrency,
             "rate": options.rate,
             "num_requests": options.num_requests,

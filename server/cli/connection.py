@@ -1,13 +1,16 @@
-"""What the client-side commands share: the address option, the channel, and how a failed call is told.
+"""What the client-side commands share: the options that say how to connect, and how a failed call is told.
 
 A failed call is one line on stderr and an exit status, never a traceback.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated, cast
+from pathlib import Path
+from typing import Annotated, Any, cast
 
 import grpc
 import typer
@@ -15,26 +18,92 @@ from google.protobuf import any_pb2
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
+from engine.errors import ConfigError
+from server.client import Connection
+
 EXIT_FAILED = 1  # the server refused the request, or it failed
 EXIT_UNAVAILABLE = 3  # nobody answers, or the server is loading or draining
 EXIT_INTERRUPTED = 130  # Ctrl-C
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 
-AddressOption = Annotated[
-    str,
-    typer.Option("--address", "-a", envvar="SLIPSTREAM_ADDRESS", help="host:port of a running server."),
-]
+_PANEL = "Connection"
+
+
+def _file_option(flag: str, text: str) -> Any:
+    envvar = f"SLIPSTREAM_{flag.removeprefix('--').replace('-', '_').upper()}"
+    return Annotated[Path | None, typer.Option(flag, envvar=envvar, help=text, rich_help_panel=_PANEL)]
+
+
+_OPTIONS: dict[str, tuple[Any, str | None]] = {  # field of a Connection -> annotation, default
+    "address": (
+        Annotated[
+            str,
+            typer.Option(
+                "--address",
+                "-a",
+                envvar="SLIPSTREAM_ADDRESS",
+                help="host:port of a running server.",
+                rich_help_panel=_PANEL,
+            ),
+        ],
+        DEFAULT_ADDRESS,
+    ),
+    "token": (
+        Annotated[
+            str | None,
+            typer.Option(
+                "--token",
+                envvar="SLIPSTREAM_TOKEN",
+                help="Bearer token. Others may see command lines: use the variable.",
+                rich_help_panel=_PANEL,
+            ),
+        ],
+        None,
+    ),
+    "tls_ca": (
+        _file_option("--tls-ca", "Authorities (PEM) of the server's certificate; turns TLS on."),
+        None,
+    ),
+    "client_cert": (_file_option("--client-cert", "Certificate (PEM) to show the server."), None),
+    "client_key": (_file_option("--client-key", "Its private key (PEM)."), None),
+}
+
+
+def with_connection(command: Callable[..., None]) -> Callable[..., None]:
+    """A command whose parameter `connection` is made of options."""
+
+    @functools.wraps(command)
+    def run(**arguments: Any) -> None:
+        connection = Connection(**{name: arguments.pop(name) for name in _OPTIONS})
+        command(connection=connection, **arguments)
+
+    signature = inspect.signature(command, eval_str=True)
+    own = [parameter for parameter in signature.parameters.values() if parameter.name != "connection"]
+    shared = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+        for name, (annotation, default) in _OPTIONS.items()
+    ]
+    run.__signature__ = signature.replace(parameters=[*own, *shared])  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in (*own, *shared)}
+    return run
 
 
 @contextmanager
-def open_channel(address: str) -> Iterator[grpc.Channel]:
-    """Connect to `address`. A failed call inside the block ends the command with one line."""
-    with grpc.insecure_channel(address, options=[("grpc.max_receive_message_length", -1)]) as channel:
-        try:
-            yield channel
-        except grpc.RpcError as error:
-            raise failed_call(error, address) from None
+def open_channel(connection: Connection) -> Iterator[grpc.Channel]:
+    """Connect. A failed call inside the block, or a file that cannot be read, ends the command with one line."""
+    with failures_told(connection), connection.channel() as channel:
+        yield channel
+
+
+@contextmanager
+def failures_told(connection: Connection) -> Iterator[None]:
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise failed_call(error, connection.address) from None
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def failed_call(error: grpc.RpcError, address: str) -> typer.Exit:

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from typing import Annotated
+from typing import Annotated, TextIO
 
 import typer
 from google.protobuf.json_format import MessageToJson
 from rich.console import Console
 from rich.table import Table
 
-from server.cli.connection import DEFAULT_ADDRESS, EXIT_INTERRUPTED, AddressOption, open_channel
+from server.cli.connection import EXIT_INTERRUPTED, open_channel, with_connection
+from server.client import Connection
 from server.pb.slipstream.v1 import generation_pb2 as pb
 from server.pb.slipstream.v1 import generation_pb2_grpc as pb_grpc
 
 
+@with_connection
 def generate(
+    connection: Connection,
     prompt: Annotated[str | None, typer.Argument(help="The prompt; `-` or none: read it from stdin.")] = None,
-    address: AddressOption = DEFAULT_ADDRESS,
     chat: Annotated[
         bool, typer.Option("--chat/--raw", help="Ask as a chat message, or continue the text as it stands.")
     ] = True,
@@ -30,6 +32,25 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="Stop where this appears; may be repeated.")] = None,
     logprobs: Annotated[
         int | None, typer.Option(min=0, help="Show log probabilities and the N best.")
+    ] = None,
+    json_schema: Annotated[
+        typer.FileText | None, typer.Option(help="File with a JSON schema that the answer has to fit.")
+    ] = None,
+    regex: Annotated[
+        str | None, typer.Option(help="Regular expression that the answer has to match.")
+    ] = None,
+    choice: Annotated[
+        list[str] | None, typer.Option(help="Answer with one of these; to be repeated.")
+    ] = None,
+    grammar: Annotated[
+        typer.FileText | None, typer.Option(help="File with a grammar (Lark or GBNF) of the answer.")
+    ] = None,
+    method: Annotated[
+        str | None,
+        typer.Option(help="Draft method, `auto` or `none`; else the server's. The text is the same."),
+    ] = None,
+    k: Annotated[
+        int | None, typer.Option("--k", min=0, help="Drafts per verification; else the method's.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print each message as a line of JSON.")] = False,
     stats: Annotated[bool, typer.Option("--stats", help="Show counts and times on stderr.")] = False,
@@ -48,15 +69,36 @@ def generate(
         sampling=pb.SamplingParams(temperature=temperature, top_p=top_p, seed=seed),
         stopping=pb.StoppingParams(max_tokens=max_tokens, stop=stop or []),
         output=pb.OutputParams(logprobs=logprobs),
+        speculation=pb.SpeculationParams(method=method, num_speculative_tokens=k),
     )
+    _set_constraint(request, json_schema, regex, choice or [], grammar)
     _set_prompt(request, _read_prompt(prompt), chat=chat, system=system)
-    with open_channel(address) as channel:
+    with open_channel(connection) as channel:
         call = pb_grpc.GenerationServiceStub(channel).Generate(request, timeout=timeout)
         try:
             (_show_json if as_json else _show_text)(call, show_stats=stats)
         except (KeyboardInterrupt, BrokenPipeError):
             call.cancel()  # ends the request in the engine too
             raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
+def _set_constraint(
+    request: pb.GenerateRequest,
+    json_schema: TextIO | None,
+    regex: str | None,
+    choices: list[str],
+    grammar: TextIO | None,
+) -> None:
+    if sum(map(bool, (json_schema, regex, choices, grammar))) > 1:
+        raise typer.BadParameter("give one at most", param_hint="--json-schema, --regex, --choice, --grammar")
+    if json_schema is not None:
+        request.json_schema = json_schema.read()
+    if regex is not None:
+        request.regex = regex
+    if choices:
+        request.choice.choices.extend(choices)
+    if grammar is not None:
+        request.grammar = grammar.read()
 
 
 def _read_prompt(prompt: str | None) -> str:

@@ -12,22 +12,24 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.console import Console
 from rich.table import Table
 
-from server.cli.connection import DEFAULT_ADDRESS, AddressOption, open_channel
+from server.cli.connection import open_channel, with_connection
+from server.client import Connection
 from server.pb.slipstream.v1 import generation_pb2 as pb
 from server.pb.slipstream.v1 import generation_pb2_grpc as pb_grpc
 
 _TIMEOUT = 10.0  # seconds for each call
 
 
+@with_connection
 def info(
-    address: AddressOption = DEFAULT_ADDRESS,
+    connection: Connection,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show the model, the KV cache, the draft methods and the load of a running server.
 
     Example: slipstream info --address 127.0.0.1:50051
     """
-    with open_channel(address) as channel:
+    with open_channel(connection) as channel:
         health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=_TIMEOUT)
         stub = pb_grpc.GenerationServiceStub(channel)
         model = stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=_TIMEOUT)

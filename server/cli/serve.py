@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 
 from engine.errors import ConfigError, EngineError
 from server.config import ServerConfig, load_config
+from server.logs import configure_logs
 
 EXIT_FAILED = 1  # the model could not be loaded, or the engine died
 EXIT_CONFIG = 2  # wrong flags, environment, file; a port in use
@@ -25,8 +26,8 @@ def serve(**flags: Any) -> None:
     the file given with --config; options win over the environment, the environment over the file.
 
     SIGTERM drains: health turns NOT_SERVING, new requests are refused after --drain-delay, running streams
-    finish within --grace. A second SIGTERM stops at once. Exit status: 0 stopped, 1 model or engine failed,
-    2 wrong configuration.
+    finish within --grace. A second SIGTERM stops at once. An engine that dies is started again
+    (--engine-restarts). Exit status: 0 stopped, 1 model or engine failed, 2 wrong configuration.
 
     Example: slipstream serve --model models/smollm2.gguf --port 50051 --kv-cache-memory 512MiB
     """
@@ -41,13 +42,19 @@ def serve(**flags: Any) -> None:
 
 
 async def _run(config: ServerConfig) -> int:
+    configure_logs(config.log_level, config.log_format)
+
     from engine.client.process import ProcessEngineClient
     from server.app import App
-    from server.logs import configure_logs
 
-    configure_logs(config.log_level, config.log_format)
-    client = ProcessEngineClient(config.engine, slow_reader_timeout=config.slow_reader_timeout)
-    return await App(config, client).run()
+    def make_client() -> ProcessEngineClient:
+        return ProcessEngineClient(
+            config.engine,
+            slow_reader_timeout=config.slow_reader_timeout,
+            step_timeout=config.step_timeout,
+        )
+
+    return await App(config, make_client(), restart_client=make_client).run()
 
 
 def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:

@@ -17,7 +17,6 @@ from tools.server_process import ServerProcess
 COMMAND_TIMEOUT = 60
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
-EXIT_ENGINE_DIED = 1
 
 
 def greedy(text: str, max_tokens: int) -> pb.GenerateRequest:
@@ -103,18 +102,24 @@ def test_sigterm_lets_running_streams_finish(own_server: ServerProcess) -> None:
     assert own_server.wait() == 0
 
 
-def test_when_the_engine_dies_streams_end_health_turns_and_the_server_leaves(
+def test_when_the_engine_dies_streams_end_health_turns_and_another_engine_serves(
     own_server: ServerProcess,
 ) -> None:
     with grpc.insecure_channel(own_server.address) as channel:
+        stub = pb_grpc.GenerationServiceStub(channel)
+        (before,) = stub.GenerateOnce(pb.GenerateOnceRequest(request=greedy("a step", 12))).choices
         health = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
         assert next(health).status == SERVING
-        stream = pb_grpc.GenerationServiceStub(channel).Generate(greedy("a step computes", 400))
+        stream = stub.Generate(greedy("a step computes", 400))
         next(stream)
         own_server.kill_engine()
         with pytest.raises(grpc.RpcError) as failure:
             list(stream)
         assert failure.value.code() is grpc.StatusCode.UNAVAILABLE
         assert next(health).status == NOT_SERVING
-    assert own_server.wait() == EXIT_ENGINE_DIED
-    assert "engine died" in own_server.log_tail()
+        assert next(health).status == SERVING
+        (after,) = stub.GenerateOnce(pb.GenerateOnceRequest(request=greedy("a step", 12))).choices
+        assert after.text == before.text
+    assert "engine died, starting another" in own_server.log_tail()
+    own_server.terminate()
+    assert own_server.wait() == 0

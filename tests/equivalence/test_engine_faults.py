@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -46,6 +48,43 @@ def test_blocks_of_a_nan_request_do_not_poison_their_next_owner() -> None:
     reference = expected(prompt, 8)
     assert 63 not in reference
     assert result.token_ids == reference
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("failing_pass", [0, 3, 6])
+def test_a_step_without_memory_fails_its_requests_and_nobody_else(
+    failing_pass: int, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes = itertools.count()
+    forward = ScriptedTarget.forward
+
+    def sometimes(self: ScriptedTarget, *arguments: Any) -> torch.Tensor:
+        if next(passes) == failing_pass:
+            raise torch.OutOfMemoryError("tried to allocate 1 TiB")
+        return forward(self, *arguments)
+
+    core = make_core(
+        scripted_model(),
+        deferred=depth > 1,
+        config={"max_steps_in_flight": depth},
+        scheduler={"max_num_seqs": 2, "max_prefill_chunk": 4},
+        cache={"block_size": 4, "num_blocks": 160, "enable_prefix_cache": False},
+    )
+    monkeypatch.setattr(ScriptedTarget, "forward", sometimes)
+    requests = [request(f"r{index}", prompt, ignore_eos=True) for index, prompt in enumerate(PROMPTS)]
+    results = Harness(core).run(requests)
+    monkeypatch.undo()
+    failed = [name for name, result in results.items() if result.finish and result.finish.reason == "error"]
+    assert 1 <= len(failed) <= 2
+    for index, prompt in enumerate(PROMPTS):
+        finish, tokens = results[f"r{index}"].finish, results[f"r{index}"].token_ids
+        assert finish is not None
+        if f"r{index}" in failed:
+            assert "no memory" in finish.message
+        assert tokens == expected(prompt, 16)[: len(tokens)]
+        assert len(tokens) == 16 or f"r{index}" in failed
+    again = Harness(core).run([request("again", PROMPTS[0], ignore_eos=True)])
+    assert again["again"].token_ids == expected(PROMPTS[0], 16)
 
 
 @pytest.mark.parametrize("seed", range(6))

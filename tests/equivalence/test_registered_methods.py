@@ -14,10 +14,19 @@ import pytest
 
 from engine.config import SpeculatorConfig
 from engine.core import EngineCore
-from engine.messages import AddRequest
+from engine.messages import AddRequest, FinishInfo
 from engine.spec_decode.registry import SPECULATORS
-from tests.support.engine_harness import Harness, Result
-from tests.support.tiny_drafters import SETTINGS, TARGET_MAKERS, Workshop, families_of, shared_workshop
+from tests.support.cpu_graphs import use_graphs
+from tests.support.engine_harness import Harness, Result, request
+from tests.support.tiny_drafters import (
+    MAX_DRAFTS,
+    MAX_MODEL_LEN,
+    SETTINGS,
+    TARGET_MAKERS,
+    Workshop,
+    families_of,
+    shared_workshop,
+)
 
 ALONE = (2, 4, 9, 13)  # prompts that run one by one: those whose texts loop now and then
 
@@ -110,6 +119,50 @@ def test_each_k_proposes_at_most_k_and_changes_nothing(method: str, k: int, work
     results = Harness(core).run(workshop.requests("greedy", [(method, k)]))
     check_equals_plain(workshop, "greedy", results)
     assert max(item.num_drafted for result in results.values() for item in result.spec) == k
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("method", SPECULATORS.names())
+def test_the_end_is_exact_where_there_is_less_room_than_drafts(
+    method: str, depth: int, workshop: Workshop
+) -> None:
+    """Prompts that leave 1 .. k + 2 tokens of the context, and requests of one or two tokens."""
+    text = [*workshop.sequences[-1], *workshop.sequences[-1]]
+    rooms = range(1, MAX_DRAFTS + 3)
+    near_the_end = [(text[: MAX_MODEL_LEN - room], 99) for room in rooms]
+    short = [(prompt, 1 + index % 2) for index, prompt in enumerate(workshop.prompts)]
+
+    def run_with(method: str, configs: Sequence[SpeculatorConfig]) -> dict[str, Result]:
+        requests = [
+            request(f"r{index}", prompt, method=method, max_tokens=max_tokens, ignore_eos=True)
+            for index, (prompt, max_tokens) in enumerate(near_the_end + short)
+        ]
+        return Harness(workshop.core(configs, depth=depth)).run(requests)
+
+    plain = run_with("none", ())
+    for (request_id, result), limit in zip(
+        run_with(method, [workshop.drafter(method)]).items(),
+        [*rooms, *(max_tokens for _, max_tokens in short)],
+        strict=True,
+    ):
+        assert result.token_ids == plain[request_id].token_ids, request_id
+        assert (len(result.token_ids), result.finish) == (limit, FinishInfo(reason="length")), request_id
+        # One token is the prefill's, one the target's behind the drafts.
+        assert all(item.num_drafted <= limit - 2 for item in result.spec), request_id
+
+
+@pytest.mark.parametrize("chunk", [None, 7], ids=["whole_steps", "beside_chunks"])
+@pytest.mark.parametrize("setting", ["greedy", "seeded"])
+@pytest.mark.parametrize("method", SPECULATORS.names())
+def test_captured_steps_change_nothing(
+    method: str, setting: str, chunk: int | None, workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole steps when all requests decode; beside chunks, the target's pass and the drafter's."""
+    use_graphs(monkeypatch)
+    core = workshop.core([workshop.drafter(method)], depth=2, max_prefill_chunk=chunk, max_num_seqs=5)
+    results = Harness(core).run(workshop.requests(setting, [(method, 3), (method, 4), (method, 1)]))
+    check_equals_plain(workshop, setting, results)
+    check_acceptance_varied(method, results)
 
 
 # ---- helpers ---------------------------------------------------------------------------------------------------------

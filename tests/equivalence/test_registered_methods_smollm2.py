@@ -22,7 +22,7 @@ from engine.models.loader import LoadedModel, load_model
 from tests.support.engine_harness import Harness, Result, request
 from tests.support.gguf_reference import load_gguf_reference
 from tests.support.prompts import PROMPTS
-from tests.support.smollm2 import smollm2_gguf
+from tests.support.smollm2 import smollm2_gguf, smollm2_reference
 from tests.support.tiny_heads import HeadTarget, make_tiny_head
 
 CPU = torch.device("cpu")
@@ -98,7 +98,7 @@ def describe_mismatch(prompt: Sequence[int], got: Sequence[int], wanted: Sequenc
     place = next(index for index, pair in enumerate(zip(got, wanted, strict=False)) if pair[0] != pair[1])
     sequence = torch.tensor([[*prompt, *wanted[:place]]])
     with torch.no_grad():
-        top = load_gguf_reference(smollm2_gguf())(sequence).logits[0, -1].topk(2)
+        top = smollm2_reference()(sequence).logits[0, -1].topk(2)
     margin = float(top.values.diff().abs())
     return f"token {place}: got {got[place]}, expected {wanted[place]}; top-2 margin {margin:.3g}"
 

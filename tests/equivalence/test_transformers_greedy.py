@@ -20,10 +20,9 @@ from engine.checkpoint.tokenizer_files import load_hf_tokenizer
 from engine.config import ModelConfig
 from engine.models.loader import LoadedModel, load_model
 from tests.support.engine_harness import Harness, make_core, request
-from tests.support.gguf_reference import load_gguf_reference
 from tests.support.prompts import PROMPTS
 from tests.support.scripted_speculators import PATTERNS, ScriptedSpeculator
-from tests.support.smollm2 import smollm2_gguf
+from tests.support.smollm2 import smollm2_gguf, smollm2_reference
 from tests.support.tiny_models import TINY_MODEL_TYPES, make_tiny_checkpoint
 
 CPU = torch.device("cpu")
@@ -78,7 +77,7 @@ def run(
             "max_steps_in_flight": layout.depth,
             "max_model_len": min(MAX_MODEL_LEN, layout.num_tokens_of_pool),
         },
-        scheduler={"max_prefill_chunk": layout.chunk, "max_num_seqs": 16},
+        scheduler={"max_prefill_chunk": layout.chunk, "max_num_seqs": max(layout.at_once, 16)},
         cache={"block_size": layout.block_size, "num_blocks": layout.num_tokens_of_pool // layout.block_size},
     )
     names = {prompt: f"r{index}" for index, prompt in enumerate(expected)}
@@ -165,7 +164,7 @@ def smollm2() -> SmolLM2:
     config = ModelConfig(model=str(path), dtype="float32")
     tokenizer = load_hf_tokenizer(config)
     return SmolLM2(
-        load_gguf_reference(path),
+        smollm2_reference(),
         load_model(config, device=CPU),
         [tuple(tokenizer(prompt)["input_ids"]) for prompt in PROMPTS],
     )
@@ -178,7 +177,8 @@ def assert_greedy(reference: Any, prompt: Prompt, tokens: Sequence[int], max_tok
     """
     assert len(tokens) == max_tokens or tokens[-1] == 2
     with torch.no_grad():
-        logits = reference(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+        output = reference(torch.tensor([[*prompt, *tokens]]), logits_to_keep=len(tokens) + 1)
+    logits = output.logits[0, :-1]
     for index, token in enumerate(tokens):
         top = logits[index].topk(2)
         margin = float(top.values[0] - top.values[1])
@@ -188,7 +188,7 @@ def assert_greedy(reference: Any, prompt: Prompt, tokens: Sequence[int], max_tok
 
 
 def test_smollm2_writes_the_greedy_text_of_transformers(smollm2: SmolLM2) -> None:
-    layout = Layout(16, None, 16, 1)
+    layout = Layout(len(smollm2.prompts), None, 16, 1)
     expected: Expected = dict.fromkeys(smollm2.prompts, ())
     (tokens,) = run(smollm2.loaded, expected, layout, max_tokens=SMOLLM2_MAX_TOKENS)
     for prompt in smollm2.prompts:

@@ -4,6 +4,7 @@ flight, drafts or none, and no host sync between launches."""
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from engine.assembly import assemble
 from engine.config import EngineConfig, SpeculatorConfig, engine_config
 from engine.core import EngineCore
+from engine.cudagraph import CudaGraphManager
 from engine.executor import Executor, StepHandle
 from engine.models.loader import load_model
 from engine.step import HostInputs, StepOutput, StepPlan
@@ -44,6 +46,9 @@ class SyncFreeExecutor(Executor):
 
     def collect(self, handle: StepHandle) -> StepOutput:
         return self._inner.collect(handle)
+
+    def prepare(self) -> bool:
+        return self._inner.prepare()
 
 
 @pytest.fixture(scope="module", params=TINY_MODEL_TYPES)
@@ -108,20 +113,75 @@ def test_greedy_tokens_equal_transformers(checkpoint: Path, backend: str, depth:
         assert tokens[f"r{index}"] == output[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("method", [None, "ngram"])
-def test_graphs_do_not_change_the_tokens(checkpoint: Path, method: str | None) -> None:
-    speculators = () if method is None else (SpeculatorConfig(method=method, k=4),)
-    expected = run(make_cuda_core(checkpoint, backend="triton", graphs="none", speculators=speculators))
-    for num_seqs in (3, 8):  # padded, and as large as the largest graph
-        core = make_cuda_core(
-            checkpoint,
-            backend="triton",
-            depth=2,
-            graphs="full_decode",
-            speculators=speculators,
-            max_num_seqs=num_seqs,
-        )
-        assert run(core) == expected
+@pytest.mark.parametrize("num_seqs", [3, 8], ids=["padded", "largest"])
+@pytest.mark.parametrize(
+    "params", [{}, {"temperature": 0.8, "top_p": 0.9, "seed": 5}], ids=["greedy", "sampled"]
+)
+@pytest.mark.parametrize("method", [None, "ngram", "draft_model", "suffix"])
+def test_graphs_do_not_change_the_tokens(
+    checkpoint: Path,
+    method: str | None,
+    params: dict[str, Any],
+    num_seqs: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whole steps, also with drafts; and beside prompt chunks the target's and the drafter's passes."""
+    model = str(checkpoint) if method == "draft_model" else None
+    speculators = () if method is None else (SpeculatorConfig(method=method, model=model, k=4),)
+    settings: dict[str, Any] = {"backend": "triton", "speculators": speculators, "max_prefill_chunk": 16}
+    expected = run(make_cuda_core(checkpoint, graphs="none", **settings), **params)
+    replayed = count_replays(monkeypatch)
+    core = make_cuda_core(checkpoint, depth=2, graphs="full", max_num_seqs=num_seqs, **settings)
+    for _ in range(2):
+        assert run(core, **params) == expected
+        while core.prepare():
+            pass
+    assert run(core, **params) == expected
+    assert replayed["StepGraphs"] > 20
+    assert replayed["TargetGraphManager"] > 1
+    if method == "draft_model":
+        assert replayed["PrefillSpeculatorCudaGraphManager"] > 1
+        assert replayed["DecodeSpeculatorCudaGraphManager"] > 1
+
+
+@pytest.mark.parametrize("graphs", ["none", "full"])
+@pytest.mark.parametrize("method", [None, "draft_model"])
+def test_long_contexts_beside_prompts_in_chunks(checkpoint: Path, method: str | None, graphs: str) -> None:
+    """Contexts of several segments of a kernel; graphs were captured while all were short. While some requests are
+    drafted for, others are far from the end of their prompts.
+    """
+    lengths = (4, 150, 300, 400, 90, 260, 433, 200)
+    prompts = [(prompt * 87)[:length] for prompt, length in zip(make_prompts(8), lengths, strict=True)]
+    requests = [
+        request(f"r{index}", prompt, max_tokens=MAX_TOKENS, ignore_eos=True)
+        for index, prompt in enumerate(prompts)
+    ]
+    plain = Harness(make_cuda_core(checkpoint, backend="torch", graphs="none")).run(requests)
+    speculators = () if method is None else (SpeculatorConfig(method=method, model=str(checkpoint), k=4),)
+    core = make_cuda_core(
+        checkpoint, backend="triton", depth=2, speculators=speculators, graphs=graphs, max_prefill_chunk=16
+    )
+    Harness(core).run([request("short", prompts[0], max_tokens=8)])
+    while core.prepare():
+        pass
+    for _ in range(2):
+        results = Harness(core).run(requests)
+        assert {name: result.token_ids for name, result in results.items()} == {
+            name: result.token_ids for name, result in plain.items()
+        }
+
+
+def count_replays(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """By class of manager."""
+    counts: Counter[str] = Counter()
+    replay = CudaGraphManager.replay
+
+    def counted(self: CudaGraphManager[Any], descriptor: Any) -> None:
+        counts[type(self).__name__] += 1
+        replay(self, descriptor)
+
+    monkeypatch.setattr(CudaGraphManager, "replay", counted)
+    return counts
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed on this platform")
 
 from engine.kernels.kv_write import kv_write, kv_write_reference
-from engine.kernels.paged_attention import paged_attention, paged_attention_reference
+from engine.kernels.paged_attention import MAX_COUNTERS, paged_attention, paged_attention_reference
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # The interpreter's bfloat16 product is wrong, so on CPU the half type is float16.
@@ -97,21 +97,25 @@ def test_paged_attention_equals_the_definition(case: Case, dtype: torch.dtype) -
         keys = torch.arange(first_key, total, device=DEVICE)
         is_seen[block_table[request].long()[keys // case.block_size], keys % case.block_size] = True
     key_cache[~is_seen] = value_cache[~is_seen] = float("nan")  # nobody may touch it
-    actual = paged_attention(
-        query,
-        key_cache,
-        value_cache,
-        block_table,
-        query_start_loc,
-        seq_lens,
-        positions,
-        scale=scale,
-        max_query_len=max(case.query_lens),
-        max_seq_len=max(case.seq_lens),
-        window=case.window,
-        segment=case.segment,
-    )
-    assert relative_error(actual, expected) < TOLERANCE[dtype]
+    counters = torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=DEVICE)
+    for own_counters in (None, counters, counters):  # merged by a second kernel, in place, and once more
+        actual = paged_attention(
+            query,
+            key_cache,
+            value_cache,
+            block_table,
+            query_start_loc,
+            seq_lens,
+            positions,
+            scale=scale,
+            max_query_len=max(case.query_lens),
+            max_seq_len=max(case.seq_lens),
+            window=case.window,
+            counters=own_counters,
+            segment=case.segment,
+        )
+        assert relative_error(actual, expected) < TOLERANCE[dtype]
+    assert not counters.any()
 
 
 def test_kv_write_stores_strided_tokens_and_skips_padding() -> None:

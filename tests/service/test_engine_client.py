@@ -15,6 +15,7 @@ from engine.client.base import EngineClient, RequestStream
 from engine.client.inproc import InprocEngineClient
 from engine.client.process import ProcessEngineClient
 from engine.config import EngineConfig
+from engine.control import ConfigureSpeculation, DumpScheduler, GetSpeculation, Profile
 from engine.errors import (
     CheckpointError,
     EngineError,
@@ -284,3 +285,34 @@ async def test_a_client_that_never_started_can_be_stopped(make_client: MakeClien
     await client.stop()
     with pytest.raises(EngineUnavailableError):
         await client.start()
+
+
+async def test_controls_are_answered_in_their_own_time(make_client: MakeClient) -> None:
+    async with running(make_client()) as client:
+        profiling = asyncio.ensure_future(client.control(Profile(3)))
+        assert (await client.control(GetSpeculation())).default_method == "none"
+        assert not profiling.done()
+        await read_all(client.submit(fake_request("r", 12)))
+        assert (await profiling).path == "after step 3"
+        with pytest.raises(InvalidRequestError, match="not scripted"):
+            await client.control(DumpScheduler())
+
+
+async def test_a_changed_default_is_told_to_the_frontend(make_client: MakeClient) -> None:
+    async with running(make_client()) as client:
+        await client.control(ConfigureSpeculation(default_method="auto"))
+        while client.model_info.default_speculator != "auto":
+            await asyncio.sleep(0)
+        assert client.is_alive
+
+
+async def test_a_control_ends_with_the_engine(make_client: MakeClient) -> None:
+    async with running(make_client()) as client:
+        profiling = asyncio.ensure_future(client.control(Profile(1_000_000)))
+        await client.control(GetSpeculation())
+        with pytest.raises(EngineUnavailableError):
+            await read_all(client.submit(fake_request("r", ENDLESS, does="crash")))
+        with pytest.raises(EngineUnavailableError):
+            await profiling
+        with pytest.raises(EngineUnavailableError):
+            await client.control(GetSpeculation())

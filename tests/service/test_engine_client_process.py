@@ -163,6 +163,28 @@ async def test_nobody_else_can_reach_the_socket(scratch: Path) -> None:
     await client.stop()
 
 
+async def test_what_a_killed_frontend_left_is_removed_at_the_next_start(scratch: Path) -> None:
+    owner = subprocess.Popen(
+        [sys.executable, "-m", "tests.support.engine_owner"], cwd=ROOT, stdout=subprocess.PIPE
+    )
+    assert owner.stdout is not None
+    with owner, owner.stdout:
+        owner.stdout.readline()
+        other = await started()  # while the owner lives, its directory stays
+        assert len(list(scratch.iterdir())) == 2
+        owner.kill()
+        owner.stdout.read()
+    foreign = scratch / "slipstream-foreign"  # no lock of ours: not ours to remove
+    foreign.mkdir()
+    client = await started()
+    assert len(list(scratch.iterdir())) == 3
+    await client.submit(fake_request("r", 3)).next()
+    await other.submit(fake_request("r", 3)).next()
+    await client.stop()
+    await other.stop()
+    assert list(scratch.iterdir()) == [foreign]
+
+
 async def test_a_long_temporary_directory_is_avoided(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     long = tmp_path / ("x" * 100)
     long.mkdir()
@@ -178,3 +200,15 @@ async def test_a_configuration_that_the_engine_cannot_read_is_named() -> None:
     client = ProcessEngineClient(config, command=FAKE_ENGINE)
     with pytest.warns(UserWarning, match="serializer"), pytest.raises(ConfigError, match=r"device: .*got 7"):
         await client.start()
+
+
+async def test_an_engine_that_hangs_is_killed_and_one_that_idles_is_not() -> None:
+    client = await started(step_timeout=0.4)
+    idle = await started(step_timeout=0.4)
+    stream = client.submit(fake_request("r", ENDLESS, does="hang"))
+    with pytest.raises(EngineUnavailableError):
+        await read_on(stream)
+    assert str(await client.wait_failed()) == "the engine was silent for 0.4 s and was killed"
+    assert await read_on(idle.submit(fake_request("r", 3)))
+    await client.stop()
+    await idle.stop()

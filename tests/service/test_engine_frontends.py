@@ -10,9 +10,13 @@ import msgspec
 import pytest
 import zmq
 
+from engine.control import DumpScheduler, GetSpeculation, SpeculationState
+from engine.errors import InvalidRequestError
 from engine.frontends import Frontends
 from engine.messages import (
     AbortRequests,
+    Control,
+    ControlAnswer,
     EngineFailed,
     FinishInfo,
     FromEngine,
@@ -102,6 +106,20 @@ def test_each_frontend_gets_its_own_outputs_and_the_load_of_all(engine: Fixture)
     engine.frontends.publish(step(output("b"), output("a"), output("unknown")))
     for peer, name in zip(engine.peers, "ab", strict=True):
         assert peer.receive() == step(output(name))
+
+
+def test_the_answer_to_a_control_goes_to_who_asked(engine: Fixture) -> None:
+    greet(engine)
+    first, second = engine.peers
+    controls = [Control("c1", GetSpeculation()), Control("c2", DumpScheduler())]
+    for peer, control in zip(engine.peers, controls, strict=True):
+        peer.send(control)
+        assert engine.frontends.poll(block=True) == [control]
+    refusal = RequestRefused.from_error("c2", InvalidRequestError("action", "got what is not known"))
+    answer = ControlAnswer("c1", SpeculationState(speculators=(), default_method="none"))
+    engine.frontends.publish(refusal)
+    engine.frontends.publish(answer)
+    assert (first.receive(), second.receive()) == (answer, refusal)
 
 
 def test_an_id_of_another_frontend_is_refused_until_it_has_finished(engine: Fixture) -> None:

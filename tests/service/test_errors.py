@@ -15,6 +15,7 @@ from engine.messages import FinishInfo
 from engine.stats import EngineStats
 from server.errors import STATUSES, status_of
 from server.pb.slipstream.v1 import generation_pb2 as pb
+from server.service import SERVICE_NAME
 from tests.support.fake_engine import FakeEngine
 from tests.support.server_fixture import RunningServer, collect, failure_of, running_server, text_request
 
@@ -81,10 +82,15 @@ BAD_FIELDS: list[tuple[Fields, str, str]] = [
         "speculation.num_speculative_tokens",
         "got 2, expected at most 0",
     ),
-    ({"json_schema": "{}"}, "json_schema", "not supported"),
-    ({"regex": "a*"}, "regex", "not supported"),
-    ({"choice": pb.ChoiceConstraint(choices=["a"])}, "choice", "not supported"),
-    ({"grammar": "root ::= x"}, "grammar", "not supported"),
+    ({"json_schema": ""}, "json_schema", "got an empty text"),
+    ({"regex": ""}, "regex", "got an empty text"),
+    ({"choice": pb.ChoiceConstraint()}, "choice", "got no choices, expected at least one"),
+    (
+        {"choice": pb.ChoiceConstraint(choices=["a"] * 1025)},
+        "choice",
+        "got 1025 choices, expected at most 1024",
+    ),
+    ({"grammar": "x" * 65537}, "grammar", "got 65537 characters, expected at most 65536"),
     ({"n": 0}, "n", "got 0, expected 1..64"),
     ({"n": 65}, "n", "got 65, expected 1..64"),
     ({"request_id": ""}, "request_id", "expected 1..128 printable ASCII characters"),
@@ -286,6 +292,19 @@ async def test_every_rpc_refuses_unknown_fields(rpc: str) -> None:
         failure = await failure_of(getattr(server.stub, rpc)(request))
     assert failure.code is grpc.StatusCode.INVALID_ARGUMENT
     assert "field number 1023" in failure.message
+
+
+@pytest.mark.parametrize("rpc", ["Generate", "GenerateOnce", "GetLoads"])
+async def test_bytes_that_are_no_message_are_an_invalid_argument(rpc: str) -> None:
+    async with running_server() as server:
+        make = server.channel.unary_stream if rpc == "Generate" else server.channel.unary_unary
+        call = make(f"/{SERVICE_NAME}/{rpc}", request_serializer=bytes, response_deserializer=bytes)
+        with capture_logs() as logs:
+            failure = await failure_of(call(b"\xff"))
+        assert (failure.code, failure.field) == (grpc.StatusCode.INVALID_ARGUMENT, "request")
+        assert not [entry for entry in logs if entry["log_level"] == "error"]
+        labels = {"grpc_service": SERVICE_NAME, "grpc_method": rpc, "grpc_code": "INVALID_ARGUMENT"}
+        assert server.metric("grpc_server_handled_total", **labels) == 1
 
 
 async def test_while_the_engine_loads_generations_are_unavailable() -> None:

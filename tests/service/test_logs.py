@@ -56,6 +56,33 @@ async def test_a_refused_call_says_which_field_and_not_what_it_held(
     assert "secret" not in json.dumps(logged)
 
 
+async def test_no_level_writes_a_prompt_or_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logs("debug", "json")
+    async with running_server() as server:
+        secret = "the secret dog"  # the engine echoes it
+        answer = await server.stub.GenerateOnce(pb.GenerateOnceRequest(request=text_request(secret)))
+        assert "secret" in answer.choices[0].text
+        await server.stub.Tokenize(pb.TokenizeRequest(text=secret))
+        await failure_of(server.stub.Generate(text_request(secret, cache_salt="secret" * 100)))
+        cancelled = server.stub.Generate(text_request(secret))
+        cancelled.cancel()
+        await server.app.live.wait_until_empty()
+    shown = capsys.readouterr().err
+    assert "call ended" in shown
+    assert "secret" not in shown
+
+
+async def test_content_is_logged_by_a_server_that_was_told_to(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logs("info", "json")
+    async with running_server(log_content=True) as server:
+        await collect(server.stub.Generate(text_request("the secret dog", request_id="r1", n=2)))
+        await server.app.live.wait_until_empty()
+    (content,) = [line for line in lines(capsys) if line["event"] == "content"]
+    assert content["request_id"] == "r1"
+    assert json.loads(str(content["request"]))["text"] == "the secret dog"
+    assert content["answers"] == ["the secret dog"] * 2
+
+
 def test_a_traceback_shows_no_local_variables(capsys: pytest.CaptureFixture[str]) -> None:
     formats: tuple[LogFormat, ...] = ("json", "console")
     for log_format in formats:

@@ -220,3 +220,18 @@ def test_a_wrong_file_is_named(tmp_path: Path, name: str, text: str, message: st
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read .*none\.toml"):
         load_config({}, tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tls_cert": "a.pem"}, "tls_key: got none"),
+        ({"tls_key": "a.key"}, "tls_cert: got none"),
+        ({"tls_client_ca": "a.pem"}, "tls_client_ca: got one without tls_cert"),
+        ({"max_time_to_first_token": "0"}, "max_time_to_first_token: "),
+        ({"keepalive_time": "-1"}, "keepalive_time: "),
+    ],
+)
+def test_settings_of_security_and_connections_are_checked(options: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config({"model": "m", **options})

@@ -38,7 +38,7 @@ class RoundRecorder:
         self, logits: torch.Tensor, drafts: torch.Tensor, inputs: ProposalInputs, positions: torch.Tensor
     ) -> None:
         """logits: [num_reqs, vocab_size]; drafts, positions: [num_reqs] int64."""
-        wanted = inputs.num_speculative_tokens()
+        wanted = inputs.num_speculative_tokens
         rows = inputs.request_rows
         for index, row in enumerate(inputs.row_list):
             num_tokens = int(rows.num_tokens[row])

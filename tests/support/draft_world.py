@@ -8,14 +8,18 @@ import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from engine.draft_method import DraftMethod
 from engine.request import NO_METHOD, Request
 from engine.scheduler.draft_policy import DraftChoice, DraftPolicy, FixedDraftPolicy
+from engine.scheduler.replays import Replays
+from engine.spec_decode.replay import LookupReplay
 from engine.step import RowResult, ScheduledRequest, StepPlan
 from tests.support.scheduler_harness import make_policy_request
 
 MAX_DRAFTS = 5
+RIGHT, WRONG = 0, 1  # all tokens of a text are the same
 WARM_UP_STEPS = 2  # of each shape are slow, where the world has a warm-up
 
 
@@ -29,6 +33,7 @@ class Drafter:
     start_seconds: float = 0.0
     seconds_per_draft: float = 0.0
     keep_up_seconds: float | None = None  # None: it keeps nothing
+    is_replayed: bool = False  # what it would have drafted is known once the text is
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,9 +56,31 @@ class World:
                 max_drafts=MAX_DRAFTS,
                 kv_groups=() if drafter.keep_up_seconds is None else (1,),
                 catch_up="nothing" if drafter.keep_up_seconds is None else "hidden",
+                is_replayed=drafter.is_replayed,
             )
             for name, drafter in self.drafters.items()
         ]
+
+
+class _WorldReplay(LookupReplay):
+    """`cache_salt`: the number of the request."""
+
+    def __init__(
+        self, verify: Callable[[int, int, DraftChoice], RowResult], method: str, cache_salt: str
+    ) -> None:
+        self._verify = verify
+        self._method = method
+        self._index = int(cache_salt)
+        self._num_read = 0
+
+    def read(self, token_ids: Sequence[int]) -> None:
+        self._num_read += len(token_ids)
+
+    def propose(self, max_drafts: int) -> list[int]:
+        position = self._num_read - 2  # prompt and first token come before
+        result = self._verify(self._index, position, DraftChoice(self._method, max_drafts))
+        num_wrong = result.num_drafted - result.num_accepted
+        return [RIGHT] * result.num_accepted + [WRONG] * num_wrong
 
 
 class Simulation:
@@ -73,6 +100,7 @@ class Simulation:
         asked = [DraftChoice(NO_METHOD, 0)] * count
         positions = [0] * count
         seconds = 0.0
+        replays = self._follow(requests, policy)
         while sum(positions) < num_tokens * count:
             self.num_steps += 1
             results, entries = [], []
@@ -90,7 +118,26 @@ class Simulation:
             for index, request in enumerate(requests):
                 positions[index] += results[index].num_accepted + 1
                 policy.observe_result(request, results[index])
+                request.token_ids += [RIGHT] * (results[index].num_accepted + 1)
+            for request, replay in replays.run(requests):
+                policy.observe_replay(request, replay)
         return sum(positions) / seconds
+
+    def _follow(self, requests: Sequence[Request], policy: DraftPolicy) -> Replays:
+        """The texts hold one token before the first drafts."""
+        replays = Replays(
+            {
+                method: partial(_WorldReplay, self._verify, method)
+                for method, drafter in self._world.drafters.items()
+                if drafter.is_replayed
+            },
+            clock=lambda: 0.0,
+        )
+        replays.grant(1.0)
+        for request in requests:
+            request.token_ids.append(RIGHT)
+            replays.follow(request, policy.replayed(request))
+        return replays
 
     def _verify(self, index: int, position: int, asked: DraftChoice) -> RowResult:
         if asked.k == 0:
@@ -147,7 +194,8 @@ def _uniform(*values: int) -> float:
 def policy_speed(world: World, policy: DraftPolicy, num_tokens: int = 2000, seed: int = 0) -> float:
     """Of requests that leave everything to the policy, from a cold start."""
     requests = [
-        make_policy_request(policy, f"r{index}", method="auto") for index in range(world.num_requests)
+        make_policy_request(policy, f"r{index}", method="auto", cache_salt=str(index))
+        for index in range(world.num_requests)
     ]
     return Simulation(world, policy.choose, seed).speed(num_tokens, policy, requests)
 

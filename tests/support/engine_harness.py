@@ -22,7 +22,7 @@ from engine.messages import (
     StepMessage,
 )
 from engine.models.loader import LoadedModel
-from engine.params import SamplingParams, SpeculationParams
+from engine.params import Constraint, SamplingParams, SpeculationParams
 from engine.spec_decode.speculator import BaseSpeculator
 from engine.stats import EngineStats, SpecObservation
 from engine.step import HostInputs, StepOutput, StepPlan
@@ -34,15 +34,21 @@ class DeferredExecutor(Executor):
 
     def __init__(self, inner: Executor) -> None:
         self._inner = inner
+        self._inputs: dict[int, HostInputs] = {}  # by step
 
     def launch(self, plan: StepPlan) -> StepHandle:
         return StepHandle(msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=StepPlan))
 
     def provide(self, handle: StepHandle, inputs: HostInputs) -> None:
-        raise AssertionError("no step of these tests waits for host inputs")
+        self._inputs[handle.plan.step] = msgspec.msgpack.decode(
+            msgspec.msgpack.encode(inputs), type=HostInputs
+        )
 
     def collect(self, handle: StepHandle) -> StepOutput:
-        output = self._inner.collect(self._inner.launch(handle.plan))
+        inner = self._inner.launch(handle.plan)
+        if handle.plan.needs_host_inputs:
+            self._inner.provide(inner, self._inputs.pop(handle.plan.step))
+        output = self._inner.collect(inner)
         return msgspec.msgpack.decode(msgspec.msgpack.encode(output), type=StepOutput)
 
 
@@ -166,6 +172,7 @@ def request(
     k: int | None = None,
     priority: int = 0,
     cache_salt: str = "",
+    constraint: Constraint | None = None,
     **params: Any,
 ) -> AddRequest:
     """An AddRequest; sampling is greedy and 16 tokens long unless said otherwise."""
@@ -175,6 +182,7 @@ def request(
         prompt_token_ids=list(prompt),
         params=sampling,
         speculation=SpeculationParams(method=method, num_speculative_tokens=k),
+        constraint=constraint,
         priority=priority,
         cache_salt=cache_salt,
     )

@@ -12,8 +12,19 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from engine.config import EngineConfig, engine_config
-from engine.errors import CheckpointError, InvalidRequestError, QueueFullError
+from engine.control import (
+    AnyAction,
+    AnyResult,
+    ConfigureSpeculation,
+    GetSpeculation,
+    Profile,
+    ProfileWritten,
+    SpeculationState,
+)
+from engine.errors import CheckpointError, EngineError, InvalidRequestError, QueueFullError
 from engine.messages import (
     AbortRequests,
     AddRequest,
@@ -46,7 +57,7 @@ def fake_request(
     logprobs: int | None = None,
     prompt: list[int] | None = None,
 ) -> AddRequest:
-    """`does`: "", "refused", "queue_full"; at the second step "error", "crash", "kill"."""
+    """`does`: "", "refused", "queue_full"; at the second step "error", "crash", "hang", "kill"."""
     params = SamplingParams(max_tokens=max_tokens, logprobs=logprobs)
     return AddRequest(
         request_id=request_id, prompt_token_ids=prompt or [7, 8, 9], params=params, cache_salt=does
@@ -84,6 +95,7 @@ class FakeCore:
         self._max_waiting = config.scheduler.max_waiting
         self._live: dict[str, _Live] = {}
         self._num_steps = 0
+        self._profiles: list[tuple[int, Callable[[AnyResult | EngineError], None]]] = []
 
     def handle(self, message: AddRequest | AbortRequests) -> StepMessage | None:
         if isinstance(message, AddRequest):
@@ -100,13 +112,32 @@ class FakeCore:
         ]
         return StepMessage(outputs=outputs, stats=self._stats()) if outputs else None
 
+    def control(self, action: AnyAction, answer: Callable[[AnyResult | EngineError], None]) -> None:
+        """Profiles are "written" after their number of steps."""
+        match action:
+            case GetSpeculation():
+                answer(SpeculationState(speculators=(), default_method=self.model_info.default_speculator))
+            case ConfigureSpeculation(default_method=str(method)):
+                self.model_info = msgspec.structs.replace(self.model_info, default_speculator=method)
+                answer(SpeculationState(speculators=(), default_method=method))
+            case Profile():
+                self._profiles.append((self._num_steps + action.num_steps, answer))
+            case _:
+                raise InvalidRequestError("action", "got what is not scripted")
+
     @property
     def has_work(self) -> bool:
         return bool(self._live)
 
+    def prepare(self) -> bool:
+        return False
+
     def step(self) -> StepMessage | None:
         time.sleep(STEP_SECONDS)
         self._num_steps += 1
+        for end, answer in self._profiles:
+            if self._num_steps == end:
+                answer(ProfileWritten(f"after step {end}"))
         outputs = [self._advance(live) for live in list(self._live.values())]
         for output in outputs:
             if output.finish is not None:
@@ -125,6 +156,8 @@ class FakeCore:
                     return self._output(live, FinishInfo(reason="error", message="the model produced NaN"))
                 case "crash":
                     raise RuntimeError("a secret of the implementation")
+                case "hang":
+                    time.sleep(3600)
                 case "kill":
                     os.kill(os.getpid(), signal.SIGKILL)
         before = live.num_emitted

@@ -7,11 +7,14 @@ import time
 from collections.abc import Callable, Sequence
 
 from engine.client.streaming import StreamingClient
+from engine.control import AnyAction, AnyResult
 from engine.errors import EngineError
 from engine.kv_spec import KVGroupUsage
 from engine.messages import (
     AbortRequests,
     AddRequest,
+    Control,
+    ControlAnswer,
     EngineFailed,
     FinishInfo,
     LoadProgress,
@@ -67,6 +70,7 @@ class FakeEngine(StreamingClient):
     ) -> None:
         super().__init__(max_waiting, slow_reader_timeout)
         self.requests: dict[str, AddRequest] = {}  # all that came, by engine id
+        self.controls: dict[str, AnyAction] = {}  # all that came, by id
         self.aborted: list[str] = []  # in order; closing a stream early is an abort
         self.may_start = asyncio.Event()
         self.may_start.set()
@@ -132,6 +136,14 @@ class FakeEngine(StreamingClient):
         self.live.discard(engine_id)
         self._receive(RequestRefused.from_error(engine_id, error))
 
+    def answer(self, outcome: AnyResult | EngineError) -> None:
+        """To the control that came last."""
+        control_id = list(self.controls)[-1]
+        if isinstance(outcome, EngineError):
+            self._receive(RequestRefused.from_error(control_id, outcome))
+        else:
+            self._receive(ControlAnswer(control_id, outcome))
+
     def die(self, message: str) -> None:
         self._receive(EngineFailed(error="internal", message=message))
 
@@ -156,6 +168,8 @@ class FakeEngine(StreamingClient):
                 for engine_id in message.request_ids:
                     if engine_id in self.live:
                         self.emit(engine_id, finish=FinishInfo(reason="cancelled"))
+            case Control():
+                self.controls[message.control_id] = message.action
         self._changed.set()
 
     async def _shut_down(self) -> None:

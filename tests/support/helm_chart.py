@@ -1,46 +1,32 @@
-"""The Helm chart as tests see it: rendered by Helm's own library, without a cluster.
+"""The Helm chart as tests see it: rendered, and searched.
 
-Knows the chart's folder and Helm; nothing of what the manifests should say.
+Knows nothing of what the manifests should say.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+
+from tools.render_chart import CHART, VALUE_SETS, Manifest, render, render_texts, values_of
 
 helm = pytest.importorskip("helm_python", reason="Helm's library has wheels for Linux on x86_64 only")
 
-CHART = Path(__file__).parent.parent.parent / "deploy" / "helm" / "slipstream"
-VALUE_SETS = sorted(path.name.removesuffix("-values.yaml") for path in (CHART / "ci").glob("*-values.yaml"))
-RELEASE, NAMESPACE = "demo", "prod"
-
-Manifest = dict[str, Any]
-
-
-def values_of(value_set: str) -> dict[str, Any]:
-    return yaml.safe_load((CHART / "ci" / f"{value_set}-values.yaml").read_text()) or {}
-
-
-def render_texts(values: dict[str, Any]) -> dict[str, str]:
-    """Text by template. Raises helm_python's HelmError."""
-    with helm.Chart.load(str(CHART)) as chart:
-        texts: dict[str, str] = chart.render(values, name=RELEASE, namespace=NAMESPACE)
-    return {Path(name).name: text for name, text in texts.items()}
-
-
-def render(values: dict[str, Any]) -> list[Manifest]:
-    texts = render_texts(values)
-    return [
-        manifest
-        for name, text in texts.items()
-        if name.endswith(".yaml")
-        for manifest in yaml.safe_load_all(text)
-        if manifest
-    ]
+__all__ = [
+    "CHART",
+    "VALUE_SETS",
+    "Manifest",
+    "find",
+    "helm",
+    "manifests_of",
+    "pod_spec",
+    "render",
+    "render_texts",
+    "server_container",
+    "values_of",
+]
 
 
 @cache

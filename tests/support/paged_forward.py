@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
-from engine.attention.backend import AttentionContext
+from engine.attention.backend import AttentionBackend, AttentionContext
 from engine.attention.metadata import AttentionInputs, LayerKVCache
 from engine.attention.torch_backend import TorchAttentionBackend
 from engine.models.base import CausalLM
@@ -43,9 +44,17 @@ class PagedForward:
     """`num_requests` requests over caches of garbage, each with its share of shuffled blocks."""
 
     def __init__(
-        self, model: CausalLM, *, num_requests: int, max_tokens: int, block_size: int, dtype: torch.dtype
+        self,
+        model: CausalLM,
+        *,
+        num_requests: int,
+        max_tokens: int,
+        block_size: int,
+        dtype: torch.dtype,
+        backend: AttentionBackend | None = None,
     ) -> None:
         self.model = model
+        self.backend = backend or TorchAttentionBackend()
         self.block_size = block_size
         self.num_computed = [0] * num_requests
         max_blocks = -(-max_tokens // block_size)
@@ -59,8 +68,9 @@ class PagedForward:
             shape = (num_blocks, block_size, group.num_kv_heads, group.head_size)
             for layer in group.layer_indices:
                 # NaN wherever nothing was written: whoever reads it shows it.
-                key, value = (torch.full(shape, torch.nan, dtype=dtype) for _ in range(2))
-                self.caches[layer] = LayerKVCache(key, value)
+                self.caches[layer] = LayerKVCache.of_group(
+                    group, partial(torch.full, shape, torch.nan, dtype=dtype)
+                )
 
     @torch.inference_mode()
     def step(self, tokens: Sequence[tuple[int, Sequence[int]]]) -> list[torch.Tensor]:
@@ -76,7 +86,7 @@ class PagedForward:
             self.block_size,
             len(self.groups),
         )
-        context = AttentionContext(TorchAttentionBackend(), inputs, self.groups, self.caches)
+        context = AttentionContext(self.backend, inputs, self.groups, self.caches)
         input_ids = torch.tensor([token for _, ids in tokens for token in ids])
         logits = self.model.compute_logits(self.model(input_ids, inputs.positions, context))
         for request, count in zip(requests, query_lens, strict=True):

@@ -13,10 +13,13 @@ from engine.config import SchedulerConfig
 from engine.draft_method import DraftMethod
 from engine.kv_spec import KVGroupSpec
 from engine.messages import AddRequest, FinishInfo, PositionLogprobs, RequestOutput, RequestTimes
-from engine.params import SamplingParams, SpeculationParams
+from engine.params import Constraint, SamplingParams, SpeculationParams
 from engine.request import Request
+from engine.scheduler.draft_feeds import MIN_FEED
 from engine.scheduler.draft_policy import DraftPolicy, FixedDraftPolicy
+from engine.scheduler.grammars import Grammars
 from engine.scheduler.host_drafts import HostDrafts
+from engine.scheduler.replays import Replays
 from engine.scheduler.scheduler import Scheduler
 from engine.spec_decode.host import HostSpeculator
 from engine.stats import SpecObservation
@@ -32,6 +35,10 @@ GROUPS = tuple(
 DRAFTER_GROUP = KVGroupSpec(
     name="draft", layer_indices=(0,), num_kv_heads=1, head_size=1, bytes_per_token=1, is_drafter=True
 )
+
+
+def _no_grammar(constraint: Constraint) -> Any:
+    raise AssertionError("no request of these tests has a grammar")
 
 
 def sliding_group(window: int, extra_window_keys: int = 0) -> KVGroupSpec:
@@ -112,6 +119,7 @@ def make_request(
     *,
     priority: int = 0,
     cache_salt: str = "",
+    tenant: str = "",
     method: str | None = None,
     k: int | None = None,
     **params: Any,
@@ -123,6 +131,7 @@ def make_request(
         speculation=SpeculationParams(method=method, num_speculative_tokens=k),
         priority=priority,
         cache_salt=cache_salt,
+        tenant=tenant,
     )
 
 
@@ -185,6 +194,8 @@ class SchedulerHarness:
             max_steps_in_flight=depth,
             draft_policy=make_policy((method,) if k else ()),
             host_drafts=HostDrafts({} if host is None else {method.name: host}, VOCAB_SIZE),
+            grammars=Grammars(_no_grammar, VOCAB_SIZE),
+            replays=Replays({}),
             make_cutter=lambda message: FakeCutter(message, max_model_len),
             clock=self._tick,
         )
@@ -202,8 +213,10 @@ class SchedulerHarness:
         )
         self.block_size = block_size
         chunk = self.config.max_prefill_chunk or self.config.max_num_batched_tokens
-        max_unconfirmed = depth * max(chunk, 1 + k) + method.num_lookahead_slots
-        max_unfed = depth * (chunk + max(chunk, 1 + k)) + k
+        max_computed, max_missed = max(chunk, 1 + k), max(chunk, MIN_FEED)  # in a step
+        max_unconfirmed = depth * max_computed + method.num_lookahead_slots
+        # Only the step that closes the gap feeds what was missed and what it computes, the others one of them.
+        max_unfed = max_missed + max_computed + (depth - 1) * max(max_missed, max_computed) + k
         self.checks = KVChecks(self.scheduler, block_size, max_unconfirmed, max_unfed)
         self.received: dict[str, Received] = {}
         self.plans: list[StepPlan] = []
@@ -319,7 +332,7 @@ def make_policy_request(policy: DraftPolicy, request_id: str, **fields: Any) -> 
         request_id=request_id,
         message=message,
         cutter=FakeCutter(message, 128),
-        order=(0, 0),
+        order=(0, 0, 0),
         token_limit=9,
         stop_ids=(),
         token_ids=[8],

@@ -65,7 +65,7 @@ class ScriptedSpeculator(BaseSpeculator):
 
     def propose(self, inputs: ProposalInputs) -> DraftTokens:
         rows = inputs.request_rows
-        wanted = inputs.num_speculative_tokens()
+        wanted = inputs.num_speculative_tokens
         token_ids = torch.full((inputs.num_reqs, max(inputs.wanted)), -1, dtype=torch.int64)
         counts = torch.zeros(inputs.num_reqs, dtype=torch.int64)
         for index, row in enumerate(inputs.row_list):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -76,12 +76,13 @@ async def running_server(
     generation_config: dict[str, Any] | None = None,
     wait_until_ready: bool = True,
     channel_options: Sequence[tuple[str, Any]] = (),
+    restart_engine: Callable[[], FakeEngine] | None = None,
     **options: Any,
 ) -> AsyncIterator[RunningServer]:
     """Serve on a free port. `options` are those of ServerConfig."""
     engine = engine or FakeEngine(echo=True)
     files = ModelFiles(tokenizer or tiny_tokenizer(), generation_config or {})
-    app = App(server_config(**options), engine, lambda model: files)
+    app = App(server_config(**options), engine, lambda model: files, restart_engine)
     is_listening = asyncio.Event()
     ended = asyncio.create_task(app.run(is_listening.set))
     listening = asyncio.create_task(is_listening.wait())

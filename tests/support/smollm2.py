@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.support.gguf_reference import load_gguf_reference
 from tools.fetch_model import FetchError, resolve
 
 
@@ -17,6 +19,12 @@ def smollm2_gguf() -> Path:
         return Path(resolve("smollm2"))
     except FetchError as error:
         pytest.fail(f"SmolLM2 is needed: {error}", pytrace=False)
+
+
+@cache
+def smollm2_reference() -> Any:
+    """SmolLM2 in transformers, float32: read once, which takes long, and shared, so nobody may change it."""
+    return load_gguf_reference(smollm2_gguf())
 
 
 @pytest.fixture(scope="session")

@@ -36,6 +36,7 @@ from tests.support.tiny_models import (
     make_tiny_checkpoint,
     make_tiny_tokenizer,
 )
+from tests.support.tiny_mtp import MTP_TARGET_MAKERS, MoETarget, add_mtp_layer
 
 MAX_TOKENS = 24
 MAX_DRAFTS = 5
@@ -65,7 +66,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "penalties": {"repetition_penalty": 1.05, "presence_penalty": 0.2, "frequency_penalty": 0.1},
     "logit_bias": {"logit_bias": {261: 2.0, 270: -100.0, 280: 1.5}},
     "min_tokens": {"min_tokens": 9, "logit_bias": {TINY_EOS_TOKEN_ID: 4.0}},
-    "stop_strings": {},  # each request has its own, taken from its greedy text
+    "stop_strings": {"logprobs": 2},  # each request has its own, taken from its greedy text
     "logprobs": {"temperature": 0.8, "seed": 11, "logprobs": 4},
 }
 
@@ -97,8 +98,11 @@ class Workshop:
         return TARGET_MAKERS[self.family](self.folder / "target")
 
     @cached_property
-    def target(self) -> TinyTarget:
-        return TinyTarget(self.target_path)
+    def target(self) -> TinyTarget | MoETarget:
+        """What the target computes, by code that is not ours or by the definition."""
+        return (
+            MoETarget(self.target_path) if self.family in MTP_TARGET_MAKERS else TinyTarget(self.target_path)
+        )
 
     @cached_property
     def tokenizer_path(self) -> Path:
@@ -252,12 +256,14 @@ TARGET_MAKERS: Mapping[str, Callable[[Path], Path]] = {
     "gemma3": _make_gemma3,
     "gemma4_ple": partial(make_tiny_gemma4_target, kind="ple_shared"),
     "gemma4_moe": partial(make_tiny_gemma4_target, kind="moe_keqv"),
+    **MTP_TARGET_MAKERS,
 }
 FAMILIES: Mapping[str, tuple[str, ...]] = {
     "draft_model": ("llama", "gemma3"),
     "eagle": ("llama",),
     "eagle3": ("llama",),
     "gemma4_mtp": ("gemma4_ple", "gemma4_moe"),
+    "mtp": tuple(MTP_TARGET_MAKERS),
 }
 
 
@@ -284,6 +290,7 @@ def _make_noisy_target(workshop: Workshop, folder: Path) -> dict[str, Any]:
 
 def _make_head(workshop: Workshop, folder: Path) -> dict[str, Any]:
     method = folder.name
+    assert isinstance(workshop.target, TinyTarget)
     workshop.references[method] = make_tiny_head(folder, method, workshop.target, workshop.sequences)
     return {"model": str(folder)}
 
@@ -293,6 +300,13 @@ def _make_assistant(workshop: Workshop, folder: Path) -> dict[str, Any]:
     return {"model": str(folder)}
 
 
+def _make_mtp_layer(workshop: Workshop, folder: Path) -> dict[str, Any]:
+    """Added to the target's own checkpoint."""
+    assert isinstance(workshop.target, MoETarget)
+    workshop.references["mtp"] = add_mtp_layer(workshop.target, workshop.sequences)
+    return {}
+
+
 CHECKPOINT_MAKERS: Mapping[str, Callable[[Workshop, Path], dict[str, Any]]] = {
     "ngram": _options(min_n="1"),
     "suffix": _options(min_match="1"),
@@ -300,4 +314,5 @@ CHECKPOINT_MAKERS: Mapping[str, Callable[[Workshop, Path], dict[str, Any]]] = {
     "eagle": _make_head,
     "eagle3": _make_head,
     "gemma4_mtp": _make_assistant,
+    "mtp": _make_mtp_layer,
 }

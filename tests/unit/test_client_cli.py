@@ -53,6 +53,7 @@ def test_options_become_the_request_and_what_is_not_given_stays_unset(
     address: str, service: FakeService
 ) -> None:
     options = ["--max-tokens", "9", "--temperature", "0", "--seed", "-4", "--stop", "a", "--stop", "b"]
+    options += ["--method", "ngram", "--k", "0"]
     run(generate, "hi", "--address", address, "--system", "be brief", *options)
     (request,) = service.requests
     assert [(message.role, message.content) for message in request.chat.messages] == [
@@ -63,8 +64,37 @@ def test_options_become_the_request_and_what_is_not_given_stays_unset(
     assert list(request.stopping.stop) == ["a", "b"]
     assert request.sampling.HasField("temperature")
     assert request.sampling.seed == -4
+    assert request.speculation == pb.SpeculationParams(method="ngram", num_speculative_tokens=0)
     assert not request.sampling.HasField("top_p")
     assert not request.output.HasField("logprobs")
+    run(generate, "hi", "--address", address)
+    assert service.requests[-1].speculation == pb.SpeculationParams()
+
+
+@pytest.mark.parametrize(
+    ("options", "field", "value"),
+    [
+        (["--json-schema", "FILE"], "json_schema", "from a file"),
+        (["--grammar", "FILE"], "grammar", "from a file"),
+        (["--regex", "a*"], "regex", "a*"),
+        (["--choice", "yes", "--choice", "no"], "choice", pb.ChoiceConstraint(choices=["yes", "no"])),
+    ],
+)
+def test_constraints_become_the_request(
+    options: list[str], field: str, value: object, address: str, service: FakeService, tmp_path: Path
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("from a file")
+    run(generate, "hi", "--address", address, *(str(file) if part == "FILE" else part for part in options))
+    (request,) = service.requests
+    assert request.WhichOneof("constraint") == field
+    assert getattr(request, field) == value
+
+
+def test_one_constraint_at_most(address: str) -> None:
+    result = run(generate, "hi", "--address", address, "--regex", "a", "--choice", "b")
+    assert result.exit_code == USAGE_ERROR
+    assert "give one at most" in " ".join(result.stderr.replace("│", "").split())
 
 
 def test_a_raw_prompt_can_come_from_stdin(address: str, service: FakeService) -> None:

@@ -111,6 +111,16 @@ def test_after_a_gap_of_any_length_it_drafts_as_if_it_had_kept_up(
         assert max(watched.passes) <= chunk + 2 * depth  # the last chunk, and what the step computed
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("chunk", [1, 2])
+def test_chunks_of_a_prompt_that_are_tiny_close_the_gap_too(
+    workshop: Workshop, chunk: int, depth: int
+) -> None:
+    """A step that only catches up adds a token to what is missed."""
+    watched = Watched(workshop, off_until(PROMPT_LENGTH, k=1), depth=depth, max_prefill_chunk=chunk)
+    assert watched.run([15])["r15"].spec, "it did not come back"
+
+
 def test_in_turn_with_nothing_it_is_fed_each_token_once(workshop: Workshop) -> None:
     """On for 3 tokens, off for 5, and so on."""
     is_on = Watched(

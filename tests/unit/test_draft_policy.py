@@ -15,10 +15,15 @@ from engine.errors import InvalidRequestError
 from engine.request import Request
 from engine.scheduler.adaptive_policy import AdaptiveDraftPolicy
 from engine.scheduler.draft_policy import DraftChoice, FixedDraftPolicy
-from engine.step import RowResult, ScheduledRequest, StepPlan
+from engine.scheduler.draft_speeds import DraftSource
+from engine.scheduler.probes import BUDGET
+from engine.scheduler.replays import Replay, Replayed
+from engine.step import DraftFeed, RowResult, ScheduledRequest, StepPlan
+from tests.support import draft_world
 from tests.support.scheduler_harness import SchedulerHarness, make_policy_request, make_request
 
 NGRAM = DraftMethod(name="ngram", max_drafts=6)
+DRAFT_MODEL = DraftMethod(name="draft_model", max_drafts=4, kv_groups=(1,), catch_up="tokens")
 EAGLE = DraftMethod(name="eagle", max_drafts=6, kv_groups=(1,), catch_up="hidden")
 
 
@@ -159,6 +164,22 @@ def test_a_useless_drafter_is_hardly_ever_asked() -> None:
     assert all(choice.reason == "k_zero" for choice in simulation.choices[-1000:] if choice.k == 0)
 
 
+def test_a_useless_lookup_is_asked_even_less() -> None:
+    """Without asking it is known to be useless; a probe is there for its cost."""
+    drafter = draft_world.Drafter(lambda position, step: 0.0, is_replayed=True)
+    world = draft_world.World(drafters={"ngram": drafter})
+    policy = AdaptiveDraftPolicy(world.methods)
+    choices: list[DraftChoice] = []
+
+    def choose(request: Request, num_decoding: int) -> DraftChoice:
+        choices.append(policy.choose(request, num_decoding))
+        return choices[-1]
+
+    request = make_policy_request(policy, "r0", method="auto", cache_salt="0")
+    draft_world.Simulation(world, choose).speed(1200, policy, [request])
+    assert 1 <= sum(choice.k > 0 for choice in choices[200:]) <= 10
+
+
 def test_a_drafter_that_becomes_good_comes_back() -> None:
     world = World({"ngram": Drafter(lambda step: 0.0 if step < 400 else 0.95)})
     simulation = Simulation(AdaptiveDraftPolicy([NGRAM]), world)
@@ -286,7 +307,68 @@ def test_prefill_steps_teach_no_costs() -> None:
     chunk = ScheduledRequest(row=1, num_tokens=100, start=0, max_seq_len=100)
     for step in range(20):
         policy.observe_step(StepPlan(step=step, scheduled=[decode, chunk]), 9.0, 0.0)
-    assert policy._costs.verify(1, "none", 1.0) is None
+    assert policy._speeds._costs.verify(1, "none", 1.0) is None
+
+
+@pytest.fixture
+def policy_with_draft_model() -> AdaptiveDraftPolicy:
+    """Drafts of the draft model are always right; a step takes a second, and a token that it missed a tenth."""
+    policy = AdaptiveDraftPolicy([NGRAM, DRAFT_MODEL])
+    teacher = make_policy_request(policy, "teacher", method="draft_model")
+    for step in range(100):
+        k = step % 5
+        feed = DraftFeed(0, 50 + 1 + k) if k and step % 20 == 1 else None
+        entry = ScheduledRequest(
+            row=0,
+            num_tokens=1 + k,
+            max_seq_len=1,
+            method="draft_model" if k else "none",
+            num_next_drafts=k,
+            draft_feed=feed,
+        )
+        policy.observe_step(StepPlan(step=step, scheduled=[entry]), 6.0 if feed else 1.0, 0.01)
+        policy.observe_result(
+            teacher, RowResult(num_drafted=k, num_accepted=k, draft_method="draft_model" if k else "none")
+        )
+        policy._speeds.acceptance[DraftSource("ngram")].observe(2, 0)
+    return policy
+
+
+def request_behind(policy: AdaptiveDraftPolicy, num_missed: int) -> Request:
+    """It has a long way to go."""
+    request = make_policy_request(policy, f"{num_missed} behind", method="auto")
+    request.num_computed_tokens = 1000
+    request.next_draft_start = 1000 - num_missed
+    request.token_limit = 2000
+    return request
+
+
+@pytest.mark.parametrize(("num_missed", "is_worth_it"), [(0, True), (50, True), (900, False)])
+def test_a_drafter_that_is_behind_has_to_be_worth_catching_up(
+    policy_with_draft_model: AdaptiveDraftPolicy, num_missed: int, is_worth_it: bool
+) -> None:
+    """64 tokens take 64 seconds without drafts, 13 with them: 5 to catch up are well spent, 90 are not."""
+    choice = policy_with_draft_model.choose(request_behind(policy_with_draft_model, num_missed), 1)
+    assert (choice.method == "draft_model") == is_worth_it
+
+
+def test_probes_catch_up_only_within_their_budget(policy_with_draft_model: AdaptiveDraftPolicy) -> None:
+    policy = policy_with_draft_model
+    request = request_behind(policy, 900)
+    plain = ScheduledRequest(row=0, num_tokens=1, max_seq_len=1)
+    probed = []
+    for step in range(100, 40_000):
+        policy.observe_step(StepPlan(step=step, scheduled=[plain]), 1.0, 0.0)
+        if policy.choose(request, 1).method == "draft_model":
+            probed.append(step)
+    assert 1 <= len(probed) <= 40_000 * BUDGET / 90, "900 tokens are caught up with in 90 seconds"
+
+
+def test_replays_of_a_method_that_was_switched_off_are_ignored() -> None:
+    policy = AdaptiveDraftPolicy([EAGLE])
+    request = make_policy_request(policy, "a", method="auto")
+    policy.observe_replay(request, Replay("ngram", [Replayed(5, 5, 5, 0)], 5))
+    assert policy.choose(request, 1).method == "eagle"
 
 
 def test_ended_requests_are_forgotten() -> None:

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from engine.scheduler.acceptance import MethodAcceptance, RequestAcceptance, expected_accepted
+from engine.scheduler.acceptance import (
+    MethodAcceptance,
+    RequestAcceptance,
+    expected_accepted,
+    expected_drafted,
+)
 from engine.scheduler.probes import MethodProbe
 from engine.scheduler.step_costs import CostTable, StepCosts
 
@@ -88,6 +93,16 @@ def test_drafts_that_several_made_are_shared_out() -> None:
     assert costs.draft("a", 8, 3) == 0.0, "of two that are unknown nothing can be said"
 
 
+def test_catching_up_costs_by_the_token_what_the_steps_took_longer() -> None:
+    costs = StepCosts()
+    assert costs.feed("draft_model", 100) == 0.0
+    for num_tokens in (50, 200, 10, 100):
+        costs.observe_feed("draft_model", num_tokens, 0.01 * num_tokens, step_seconds=1.0)
+    assert costs.feed("draft_model", 30) == pytest.approx(0.3)
+    costs.observe_feed("draft_model", 1, 60.0, step_seconds=1.0)  # a pause
+    assert costs.feed("draft_model", 30) < 0.6
+
+
 def test_acceptance_counts_up_to_the_first_wrong_draft_by_position() -> None:
     acceptance = MethodAcceptance(forgetting=1.0, prior_weight=0.0)
     for _ in range(1000):
@@ -101,6 +116,20 @@ def test_acceptance_counts_up_to_the_first_wrong_draft_by_position() -> None:
         own.observe(1, 0)
     assert own.rate(0) < 0.5
     assert expected_accepted(acceptance, 4) == pytest.approx([0, 1, 2, 2, 2], abs=0.02)
+
+
+def test_where_fewer_drafts_came_than_were_asked_for_the_next_one_failed() -> None:
+    """Two drafts of four, both right: of four that are asked for two are accepted, not nearly four."""
+    acceptance = MethodAcceptance(prior_weight=0.0)
+    for _ in range(1000):
+        acceptance.observe(2, 2, num_asked=4)
+    assert expected_accepted(acceptance, 4) == pytest.approx([0, 1, 2, 2, 2], abs=0.15)
+    assert expected_drafted(acceptance, 4) == pytest.approx([0, 1, 2, 2, 2], abs=0.15)
+    assert RequestAcceptance(acceptance).has_draft(3) == pytest.approx(0, abs=0.05)
+    unaware = MethodAcceptance(prior_weight=0.0)
+    for _ in range(1000):
+        unaware.observe(2, 2)
+    assert expected_drafted(unaware, 4) == [0, 1, 2, 3, 4]
 
 
 def test_what_was_not_expected_is_a_surprise() -> None:
@@ -126,6 +155,14 @@ def test_probes_cost_a_small_share_and_go_on_while_they_surprise() -> None:
     for _ in range(3):
         probe.learn(is_surprise=True)
     assert not probe.is_due(102), "not for ever"
+
+
+def test_of_a_method_that_is_replayed_only_the_cost_is_probed() -> None:
+    probe = MethodProbe(offset=0, last_step=0, is_replayed=True)
+    probe.price(0.12)
+    assert [step for step in range(1, 300) if probe.is_due(step)] == [128, 256]
+    probe.price(-0.5)
+    assert probe.interval == 32
 
 
 def test_a_turn_is_not_missed_by_a_request_that_is_in_every_other_step() -> None:

@@ -5,6 +5,7 @@ request, cold start and probes included, in worlds whose acceptance and costs ar
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -36,8 +37,16 @@ def jump(num_rows: float) -> float:
     return 1.0 if num_rows <= 1 else 1.5 + 0.03 * num_rows
 
 
-def lookup(rate: Callable[[int, int], float], found: float = 1.0) -> dict[str, Drafter]:
-    return {"ngram": Drafter(rate, found=lambda position: found, start_seconds=0.01)}
+def rising(first: float, length: int) -> Callable[[int, int], float]:
+    """Learns from what came before."""
+    return lambda position, step: min(0.97, first + position / length)
+
+
+def lookup(
+    rate: Callable[[int, int], float], found: float = 1.0, name: str = "ngram", start_seconds: float = 0.01
+) -> dict[str, Drafter]:
+    drafter = Drafter(rate, found=lambda position: found, start_seconds=start_seconds, is_replayed=True)
+    return {name: drafter}
 
 
 def head(
@@ -75,7 +84,17 @@ WORLDS = {
     "a noisy clock, and steps that grow": World(
         drafters=lookup(always(0.5)), verify_seconds=rows(0.8, 0.2), noise=0.15, drift=0.5
     ),
+    "one of two lookups grows better": World(
+        drafters=lookup(always(0.6)) | lookup(rising(0.3, 800), name="suffix")
+    ),
+    "two lookups are equally good": World(
+        drafters=lookup(always(0.7)) | lookup(always(0.7), name="suffix", start_seconds=0.03)
+    ),
+    "matches are rare but good": World(
+        drafters=lookup(always(0.97), found=0.03, start_seconds=0.02), verify_seconds=rows(0.85, 0.15)
+    ),
 }
+UNKNOWN = ("prompt lookup never matches", "prompt lookup is always wrong", "short phases", "long phases")
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -85,6 +104,26 @@ def test_one_request(name: str, seed: int) -> None:
     best, choice = best_fixed_speed(world, seed=seed)
     speed = policy_speed(world, AdaptiveDraftPolicy(world.methods), seed=seed)
     assert speed >= (1 - MAX_REGRET) * best, (speed / best, choice)
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_one_request_without_replays(name: str) -> None:
+    """Of other drafters, and where acceptance is made up, nothing is known but what probes tell."""
+    world = WORLDS[name]
+    drafters = {method: replace(drafter, is_replayed=False) for method, drafter in world.drafters.items()}
+    world = replace(world, drafters=drafters)
+    best, choice = best_fixed_speed(world)
+    speed = policy_speed(world, AdaptiveDraftPolicy(world.methods))
+    assert speed >= (1 - MAX_REGRET) * best, (speed / best, choice)
+
+
+@pytest.mark.parametrize("length", [60, 200])
+def test_lookups_draft_while_they_match_and_a_head_does_otherwise(length: int) -> None:
+    """That is faster than either of them, or plain decoding, could be."""
+    world = World(drafters=lookup(in_phases(length)) | head(always(0.6), 0.1))
+    best, choice = best_fixed_speed(world)
+    speed = policy_speed(world, AdaptiveDraftPolicy(world.methods))
+    assert speed >= 1.2 * best, (speed / best, choice)
 
 
 BATCHES = {

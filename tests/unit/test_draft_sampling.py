@@ -65,6 +65,7 @@ class Source:
             row_list=[0] * count,
             methods=["any"] * count,
             wanted=[1] * count,
+            num_wanted=torch.ones(count, dtype=torch.int64),
             rows=torch.zeros_like(positions),
             attention=cast(Any, None),  # drawing does not look at it
             request_rows=self.rows,

@@ -236,6 +236,6 @@ def test_every_draft_step_is_one_row_per_request(workshop: Workshop, policy: str
     watched.run([request("r", prompt, k=MAX_K, max_tokens=12, ignore_eos=True)])
     steps = Counter(calls)
     assert {num_rows for num_rows, _ in steps} == {1}
-    assert min(position for _, position in steps) == len(prompt) - 1, "drafts before the prompt was computed"
+    assert calls[0] == (1, len(prompt) - 1), "drafts before the prompt was computed"
     for item in watched.rounds:
         assert steps[1, len(item.confirmed) - 2] >= len(item.drafts)

@@ -18,7 +18,7 @@ from engine.errors import CheckpointError
 from engine.models.loader import LoadedModel, load_model
 from tests.support.gguf_reference import load_gguf_reference
 from tests.support.paged_forward import PagedForward
-from tests.support.smollm2 import smollm2_gguf
+from tests.support.smollm2 import smollm2_gguf, smollm2_reference
 from tests.support.tiny_gguf import write_tiny_gguf
 from tests.support.tiny_models import (
     TINY_EOS_TOKEN_ID,
@@ -179,7 +179,7 @@ def test_smollm2_logits_equal_transformers() -> None:
     """The real model: 30 layers, 9 heads on 3 KV heads, Q4_1 and Q8_0 weights, tied embeddings."""
     path = smollm2_gguf()
     model = load(path, dtype="float32").model
-    reference = load_gguf_reference(path)
+    reference = smollm2_reference()
     prompt = torch.randint(0, model.vocab_size, (48,), generator=torch.Generator().manual_seed(0)).tolist()
     with torch.inference_mode():
         expected = reference(torch.tensor([prompt])).logits[0]

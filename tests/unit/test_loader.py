@@ -176,7 +176,7 @@ def test_unknown_missing_and_misshapen_tensors_are_all_named_at_once(checkpoint:
     [
         (
             {"architectures": ["GPT2LMHeadModel"]},
-            r"architectures: got 'GPT2LMHeadModel', expected one of Gemma3ForCausalLM",
+            r"architectures: got 'GPT2LMHeadModel', expected one of DeepseekV2ForCausalLM",
         ),
         ({"architectures": None}, r"architectures: got None, expected a list of one name"),
         ({"hidden_act": "gelu"}, r"hidden_act: got 'gelu', expected 'silu'"),

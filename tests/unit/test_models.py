@@ -14,8 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from engine.config import ModelConfig
 from engine.models.base import CausalLM
+from engine.models.deepseek import DeepseekForCausalLM
 from engine.models.gemma3 import Gemma3ForCausalLM
 from engine.models.gemma4 import Gemma4ForCausalLM
+from engine.models.glm4_moe import Glm4MoeForCausalLM
 from engine.models.llama import LlamaForCausalLM
 from engine.models.loader import load_model
 from engine.models.qwen2 import Qwen2ForCausalLM
@@ -71,13 +73,15 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_every_registered_model_is_compared() -> None:
-    """Gemma 4 in test_gemma4_model.py, where it has a reference of its own."""
+    """Gemma 4 in test_gemma4_model.py and models with experts in test_moe_models.py, by references of their own."""
     assert {MODELS.get(name) for name in MODELS.names()} == {
         LlamaForCausalLM,
         Qwen2ForCausalLM,
         Qwen3ForCausalLM,
         Gemma3ForCausalLM,
         Gemma4ForCausalLM,
+        DeepseekForCausalLM,
+        Glm4MoeForCausalLM,
     }
 
 

@@ -124,6 +124,7 @@ def sampling_drafter(q_logits: torch.Tensor) -> Drafter:
             row_list=decode.row_ids.tolist(),
             methods=["any"] * NUM_ROWS,
             wanted=[decode.k] * NUM_ROWS,
+            num_wanted=torch.full((NUM_ROWS,), decode.k),
             rows=decode.row_ids,
             attention=cast(Any, None),  # drawing does not look at it
             request_rows=decode.rows,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from engine.errors import InvalidRequestError, QueueFullError, RequestIdInUseError
+from engine.request import Request
 from engine.scheduler.chunk_policy import MIN_CHUNK, UNMEASURED_CHUNK
+from engine.scheduler.draft_policy import DraftChoice, FixedDraftPolicy
 from engine.step import StepPlan
 from tests.support.fake_device import continuation
 from tests.support.scheduler_harness import SchedulerHarness, make_request
@@ -236,3 +238,26 @@ def test_requests_with_and_without_drafts_share_a_step() -> None:
     assert observed["off"] == observed["zero"] == set()
     assert observed["one"] == {1}
     assert 3 in observed["auto"]
+
+
+def test_the_draft_policy_is_told_how_many_decode_whatever_prefills_beside_them() -> None:
+    """Its choice for one stream is not that for a full batch only because prompts are being computed."""
+    seen: list[int] = []
+
+    class Listening(FixedDraftPolicy):
+        def choose(self, request: Request, num_decoding: int) -> DraftChoice:
+            if len(request.token_ids) > request.num_prompt_tokens:
+                seen.append(num_decoding)
+            return super().choose(request, num_decoding)
+
+    harness = SchedulerHarness(
+        k=3, max_num_seqs=8, max_prefill_chunk=4, num_blocks=128, make_policy=Listening
+    )
+    harness.add(make_request("stream", [8], max_tokens=16))
+    harness.step()
+    harness.add(*[make_request(f"prompt{index}", [8 + index] * 100, max_tokens=1) for index in range(6)])
+    for _ in range(3):
+        harness.step()
+        assert len(chunks(harness.plans[-1])) >= 1
+    assert seen == [1, 1, 1]
+    harness.run()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -223,11 +224,19 @@ ENDS: dict[str, Callable[[SchedulerHarness, str], object]] = {
 }
 
 
+DRAFTER_KV: dict[str, dict[str, Any]] = {
+    "none": {},
+    "keeps up": {"has_drafter": True},
+    "catches up": {"fed_windows": (None, 3)},
+}
+
+
+@pytest.mark.parametrize("drafter_kv", DRAFTER_KV)
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("end", ENDS)
-def test_many_short_requests_leave_nothing_behind(end: str, depth: int) -> None:
+def test_many_short_requests_leave_nothing_behind(end: str, depth: int, drafter_kv: str) -> None:
     """Known fault 26."""
-    harness = SchedulerHarness(depth=depth, k=2, num_blocks=16)
+    harness = SchedulerHarness(depth=depth, k=2, num_blocks=16, **DRAFTER_KV[drafter_kv])
     for index in range(300):
         name = f"r{index}"
         harness.add(make_request(name, [8 + index % 30] * 5, max_tokens=3))

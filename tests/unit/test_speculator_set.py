@@ -75,6 +75,7 @@ def make_inputs(
         row_list=list(range(num_reqs)),
         methods=methods,
         wanted=wanted,
+        num_wanted=torch.tensor(wanted),
         rows=torch.arange(num_reqs),
         attention=cast(Any, _Attention(num_reqs)),
         request_rows=rows,

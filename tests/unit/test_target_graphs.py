@@ -1,11 +1,13 @@
 """Decode steps through static buffers: padded, replayed, and the same tokens. Recorded on CPU by running again.
 
-The kernels run in Triton's interpreter; that real graphs replay is tested on the GPU.
+That real graphs replay, with the kernels, is tested on the GPU.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -13,13 +15,21 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed on this platform")
 
 from engine.assembly import assemble
-from engine.config import ModelConfig, SpeculatorConfig, engine_config
+from engine.config import CudaGraphsName, ModelConfig, SpeculatorConfig, engine_config
 from engine.core import EngineCore
-from engine.cudagraph import BatchDescriptor, CudaGraphManager, decode_descriptors
+from engine.cudagraph import BatchDescriptor, CaptureQueue, CudaGraphManager, sizes_up_to, smallest_size
 from engine.errors import ConfigError
+from engine.kv_spec import PAD_SLOT_ID
 from engine.models.loader import LoadedModel, load_model
-from engine.worker.decode_graphs import DecodeStepGraphs
+from engine.spec_decode.cudagraph_managers import (
+    DecodeSpeculatorCudaGraphManager,
+    LoopDescriptor,
+    PrefillSpeculatorCudaGraphManager,
+)
+from engine.step import ScheduledRequest
 from engine.worker.graphs import TargetGraphManager
+from engine.worker.step_graphs import StepDescriptor, StepGraphs
+from tests.support.cpu_graphs import use_graphs
 from tests.support.engine_harness import DeferredExecutor, Harness, request
 from tests.support.tiny_models import make_tiny_checkpoint
 
@@ -33,102 +43,244 @@ class PoisonedTarget(TargetGraphManager):
 
     num_replays = 0
 
-    def _fill(self, batch: Any, descriptor: BatchDescriptor) -> None:
-        num_tokens = len(batch.input_ids)
-        self._input_ids[num_tokens:].fill_(3)
-        self._positions[num_tokens:].fill_(40)
-        super()._fill(batch, descriptor)
+    def replay(self, descriptor: BatchDescriptor) -> None:
+        inputs = self._attention.view(num_tokens=self._limits.num_tokens, num_reqs=1, max_query_len=1)
+        is_padding = inputs.slot_mappings[0] == PAD_SLOT_ID
+        self._input_ids[is_padding] = 3
+        inputs.positions[is_padding] = 40
+        super().replay(descriptor)
         PoisonedTarget.num_replays += 1
 
 
-class CountedSteps(DecodeStepGraphs):
+class PoisonedSteps(StepGraphs):
+    """Likewise; and which shapes were replayed."""
+
+    replayed: ClassVar[list[StepDescriptor]] = []
+
+    def step(self, descriptor: StepDescriptor, scheduled: Sequence[ScheduledRequest]) -> torch.Tensor:
+        self._inputs.fill_(3)
+        PoisonedSteps.replayed.append(descriptor)
+        return super().step(descriptor, scheduled)
+
+
+class PoisonedDraftPrefill(PrefillSpeculatorCudaGraphManager):
+    """Likewise."""
+
     num_replays = 0
 
-    def step(self, descriptor: BatchDescriptor, row_list: list[int]) -> torch.Tensor:
-        CountedSteps.num_replays += 1
-        return super().step(descriptor, row_list)
+    def replay(self, descriptor: BatchDescriptor) -> None:
+        inputs = self._attention.view(num_tokens=self._limits.num_tokens, num_reqs=1, max_query_len=1)
+        self._input_ids[inputs.slot_mappings[0] == PAD_SLOT_ID] = 3
+        super().replay(descriptor)
+        PoisonedDraftPrefill.num_replays += 1
+
+
+class PoisonedDraftLoop(DecodeSpeculatorCudaGraphManager):
+    """Likewise."""
+
+    num_replays = 0
+
+    def replay(self, descriptor: LoopDescriptor) -> None:
+        is_padding = self._rows == self._padding_row
+        self._num_wanted[is_padding] = self._num_sampled[is_padding] = 1
+        super().replay(descriptor)
+        PoisonedDraftLoop.num_replays += 1
 
 
 @pytest.fixture(scope="module", params=["gemma3_text"])
-def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    path = make_tiny_checkpoint(tmp_path_factory.mktemp(request.param), request.param, dtype="float32")
-    return load_model(ModelConfig(model=str(path)), device=CPU)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_checkpoint(tmp_path_factory.mktemp(request.param), request.param, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def loaded(checkpoint: Path) -> LoadedModel:
+    return load_model(ModelConfig(model=str(checkpoint)), device=CPU)
 
 
 def run(
-    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, *, k: int, depth: int = 1, **params: Any
-) -> None:
-    """The tokens are those of the same engine without graphs."""
+    loaded: LoadedModel,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    speculators: tuple[SpeculatorConfig, ...] = (),
+    depth: int = 1,
+    mode: CudaGraphsName = "full",
+    chunk: int | None = None,
+    max_tokens: int = 6,
+    **params: Any,
+) -> list[StepDescriptor]:
+    """The tokens are those of the same engine without graphs. Returns the whole steps that were replayed."""
 
-    def make_core() -> EngineCore:
+    def make_core(mode: CudaGraphsName) -> EngineCore:
         config = engine_config(
             model={"model": "test"},
             device="cpu",
-            attention_backend="triton",
             max_model_len=64,
             max_steps_in_flight=depth,
-            speculators=(SpeculatorConfig(method="ngram", k=k, options={"min_n": "1"}),) if k else (),
-            scheduler={"max_num_seqs": MAX_NUM_SEQS, "check_invariants": True},
+            speculators=speculators,
+            draft_policy="first",
+            cuda_graphs=mode,
+            scheduler={"max_num_seqs": MAX_NUM_SEQS, "check_invariants": True, "max_prefill_chunk": chunk},
             cache={"block_size": 4, "num_blocks": 64},
         )
         wrap = DeferredExecutor if depth > 1 else (lambda executor: executor)
         return EngineCore(config, build=lambda c, _: assemble(c, loaded, device=CPU, wrap_executor=wrap))
 
     requests = [
-        request(f"r{index}", prompt, max_tokens=7 + index, ignore_eos=True, **params)
+        request(f"r{index}", prompt, max_tokens=max_tokens + index, ignore_eos=True, **params)
         for index, prompt in enumerate(PROMPTS)
     ]
-    plain = Harness(make_core()).run(requests)
-    PoisonedTarget.num_replays = CountedSteps.num_replays = 0
+    plain = Harness(make_core("none")).run(requests)
+    PoisonedTarget.num_replays, PoisonedSteps.replayed = 0, []
+    PoisonedDraftPrefill.num_replays = PoisonedDraftLoop.num_replays = 0
     with monkeypatch.context() as patched:
-        patched.setattr("engine.assembly._make_recorder", lambda *arguments: lambda run: run)
-        patched.setattr("engine.assembly.TargetGraphManager", PoisonedTarget)
-        patched.setattr("engine.worker.model_runner.DecodeStepGraphs", CountedSteps)
-        core = make_core()
+        use_graphs(patched)
+        patched.setattr("engine.worker.graph_setup.TargetGraphManager", PoisonedTarget)
+        patched.setattr("engine.worker.model_runner.StepGraphs", PoisonedSteps)
+        drafting = "engine.spec_decode.autoregressive"
+        patched.setattr(f"{drafting}.PrefillSpeculatorCudaGraphManager", PoisonedDraftPrefill)
+        patched.setattr(f"{drafting}.DecodeSpeculatorCudaGraphManager", PoisonedDraftLoop)
+        core = make_core(mode)
     results = Harness(core).run(requests)
     assert {name: result.token_ids for name, result in results.items()} == {
         name: result.token_ids for name, result in plain.items()
     }
+    return PoisonedSteps.replayed
 
 
-def test_verifications_replay_the_target(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    run(loaded, monkeypatch, k=2)
-    assert PoisonedTarget.num_replays >= 5
-
-
-def test_sampled_requests_replay_the_target(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    run(loaded, monkeypatch, k=0, temperature=0.8, seed=3)
-    assert PoisonedTarget.num_replays >= 5
-    assert CountedSteps.num_replays == 0
+NGRAM = SpeculatorConfig(method="ngram", k=2, options={"min_n": "1"})
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_greedy_requests_replay_whole_steps(
-    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, depth: int
+@pytest.mark.parametrize(
+    ("params", "kind"),
+    [
+        ({}, "greedy"),
+        ({"temperature": 0.8, "seed": 3}, "random"),
+        ({"temperature": 0.8, "top_k": 20, "min_p": 0.01, "seed": 3}, "truncated"),
+    ],
+    ids=["greedy", "random", "truncated"],
+)
+def test_uniform_decodes_replay_whole_steps(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, depth: int, params: dict[str, Any], kind: str
 ) -> None:
-    run(loaded, monkeypatch, k=0, depth=depth)
-    assert CountedSteps.num_replays >= 5
+    replayed = run(loaded, monkeypatch, depth=depth, **params)
+    assert len(replayed) >= 5
+    assert {step.sampling for step in replayed} >= {kind}
+    assert {step.num_drafts for step in replayed} == {0}
 
 
-def test_the_smallest_shape_that_fits_is_chosen() -> None:
-    class Manager(CudaGraphManager):
-        def run(self, descriptor: BatchDescriptor) -> None:
-            ran.append(descriptor)
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(
+    "params", [{}, {"temperature": 0.8, "top_p": 0.9, "seed": 3}], ids=["greedy", "truncated"]
+)
+@pytest.mark.parametrize("method", ["ngram", "draft_model", "suffix"])
+def test_steps_with_drafts_are_whole_steps_too(
+    loaded: LoadedModel,
+    checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+    depth: int,
+    params: dict[str, Any],
+) -> None:
+    speculator = NGRAM if method == "ngram" else SpeculatorConfig(method=method, k=3)
+    if method == "draft_model":
+        speculator = speculator.model_copy(update={"model": str(checkpoint)})
+    replayed = run(loaded, monkeypatch, speculators=(speculator,), depth=depth, max_tokens=24, **params)
+    assert replayed
+    if method == "suffix":  # it drafts on the host: on the device, its drafts are verified and none are made
+        assert {step.method for step in replayed} == {"none"}
+    else:
+        assert {(step.method, step.num_drafts) for step in replayed} >= {(method, speculator.k)}
 
-    ran: list[BatchDescriptor] = []
-    manager = Manager(decode_descriptors(max_num_seqs=10, max_drafts=3), recorder=lambda run: run)
-    assert manager.dispatch(1, 1, 1) is None  # nothing is captured yet
-    manager.capture()
-    assert manager.dispatch(1, 1, 1) == BatchDescriptor(1, 1, 1)
-    assert manager.dispatch(3, 3, 1) == BatchDescriptor(4, 4, 1)
-    assert manager.dispatch(9, 9, 1) == BatchDescriptor(10, 10, 1)
-    assert manager.dispatch(3, 1, 3) == BatchDescriptor(4, 4, 4)
-    assert manager.dispatch(40, 10, 4) == BatchDescriptor(40, 10, 4)
-    assert manager.dispatch(41, 10, 4) is None
-    assert manager.dispatch(2, 1, 5) is None
-    assert ran == []
-    manager.replay(BatchDescriptor(4, 4, 1))
-    assert ran == [BatchDescriptor(4, 4, 1)]
+
+def test_steps_that_need_more_of_the_sampler_replay_the_target(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not run(loaded, monkeypatch, speculators=(NGRAM,), presence_penalty=0.5, logprobs=2)
+    assert PoisonedTarget.num_replays >= 3
+
+
+def test_chunks_are_replayed_only_in_full_mode(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = {}
+    for mode in ("full", "full_decode"):
+        run(loaded, monkeypatch, mode=mode, chunk=3)
+        counts[mode] = PoisonedTarget.num_replays
+    assert counts["full"] > counts["full_decode"]
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.8, "seed": 3}], ids=["greedy", "random"])
+def test_drafting_beside_prompt_chunks_replays_graphs_of_its_own(
+    loaded: LoadedModel, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, params: dict[str, Any]
+) -> None:
+    speculator = SpeculatorConfig(method="draft_model", model=str(checkpoint), k=2)
+    run(loaded, monkeypatch, speculators=(speculator,), depth=2, chunk=3, **params)
+    assert PoisonedDraftPrefill.num_replays >= 2
+    assert PoisonedDraftLoop.num_replays >= 2
+
+
+class Manager(CudaGraphManager[BatchDescriptor]):
+    def __init__(self, captures: CaptureQueue) -> None:
+        super().__init__(captures)
+        self.ran: list[BatchDescriptor] = []
+
+    def run(self, descriptor: BatchDescriptor) -> None:
+        self.ran.append(descriptor)
+
+
+def shape(num_tokens: int, max_query_len: int = 1, *, has_chunks: bool = False) -> BatchDescriptor:
+    return BatchDescriptor(
+        num_tokens=num_tokens, num_reqs=num_tokens, max_query_len=max_query_len, has_chunks=has_chunks
+    )
+
+
+def test_a_batch_runs_as_the_cheapest_captured_shape_that_holds_it() -> None:
+    captures = CaptureQueue(lambda run: run)
+    manager = Manager(captures)
+    assert manager.dispatch(shape(2)) is None  # nothing is captured yet
+    captures.plan(manager, [shape(8), shape(4)])
+    while captures.capture_next():
+        pass
+    assert manager.dispatch(shape(2)) == shape(2)  # it had been asked for
+    assert manager.dispatch(shape(3)) == shape(4)
+    assert manager.dispatch(shape(5)) == shape(8)
+    assert manager.dispatch(shape(9)) is None
+    assert manager.dispatch(shape(2, max_query_len=2)) is None
+    assert manager.dispatch(shape(2, has_chunks=True)) is None
+    assert manager.ran == []
+    manager.replay(shape(4))
+    assert manager.ran == [shape(4)]
+
+
+def test_while_requests_run_one_shape_a_second_is_captured() -> None:
+    now = 100.0
+    captures = CaptureQueue(lambda run: run, clock=lambda: now)
+    manager = Manager(captures)
+    for size in (1, 2, 4):
+        manager.dispatch(shape(size))
+        manager.dispatch(shape(size))  # asking twice is asking once
+    num_captured = []
+    for now in (100.0, 100.5, 101.0, 101.9, 102.1, 110.0):  # noqa: B007 - read by the clock
+        captures.capture_asked()
+        num_captured.append(sum(manager.dispatch(shape(size)) == shape(size) for size in (1, 2, 4)))
+    assert num_captured == [1, 1, 2, 2, 3, 3]
+
+
+def test_a_shape_that_finds_no_memory_is_not_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    def refuse(run: Any) -> Any:
+        raise torch.OutOfMemoryError("no memory left")
+
+    captures = CaptureQueue(refuse)
+    manager = Manager(captures)
+    assert manager.dispatch(shape(1)) is None
+    assert captures.capture_next()
+    assert "no memory to capture" in caplog.text
+    assert manager.dispatch(shape(1)) is None
+    assert not captures.capture_next()
+
+
+def test_sizes_are_whole_steps_up_to_the_limit() -> None:
+    assert sizes_up_to(20) == [1, 2, 4, 8, 16, 20]
+    assert [smallest_size(count, 20) for count in (1, 3, 9, 17, 20)] == [1, 4, 16, 20, 20]
 
 
 def test_graphs_that_are_asked_for_where_there_are_none_are_an_error(loaded: LoadedModel) -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import teacher_forced
 from benchmarks.teacher_forced import GreedyReference, simulate
-from tests.support.smollm2 import smollm2_gguf
+from tests.support.smollm2 import smollm2_gguf, smollm2_reference
 
 
 def lengths(text: list[int], choices: list[int], k: int, max_tokens: int) -> list[int]:
@@ -78,8 +79,8 @@ def test_one_pass_over_the_text_gives_what_chains_of_own_drafts_give(seed: int) 
     assert lengths(text, choices, k, max_tokens) == chained_rounds(text, drafter, k, max_tokens)
 
 
-def test_the_reference_chooses_what_it_generates_itself() -> None:
-    torch.set_num_threads(1)
+def test_the_reference_chooses_what_it_generates_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(teacher_forced, "load_gguf_reference", lambda *arguments: smollm2_reference())
     reference = GreedyReference(Path(smollm2_gguf()), torch.float32)
     prompt = [1, 4093, 198, 1780]
     text: list[int] = []

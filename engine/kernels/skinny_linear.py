@@ -1,0 +1,193 @@
+"""y = x W^T for few rows, with what follows it in the same launch: a bias, a gated activation, or a residual sum.
+
+With few rows a product costs the reading of W. Each program streams a strip of W and meets it with all rows of a tile
+of 16, 32 or 64. The products of a row are summed in the order of K, by the same instruction at every number of rows
+(mma.sync m16n8k16, which Triton uses for tiles of fewer than 64 rows or of two warps): its result does not depend on
+its neighbours, nor on how many there are.
+
+- plain: y = cast(x W^T) (+ bias before the cast).
+- gated: W holds gate rows, then up rows; y = cast(cast(activation(cast(gate))) * cast(up)).
+- residual: y = residual + cast(x W^T).
+Roundings stand where the separate operations have them. Sums in float32.
+
+Shapes: x [num_rows, in_features] dense; weight [out_features, in_features] dense; bias [out_features]; residual, y
+[num_rows, out_features], gated: y [num_rows, out_features / 2]. Grid: (row tiles, column tiles).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+
+from engine.kernels.gated_activation import ActivationName, gated_activation_reference
+from engine.kernels.triton_support import jit, next_power_of_2, shared_memory_bytes, tl
+
+MAX_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Columns of W^T and steps of K of a program; how many loads are under way; warps."""
+
+    block_n: int
+    block_k: int
+    num_stages: int
+    num_warps: int
+
+
+def skinny_linear_reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    activation: ActivationName | None = None,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    y = F.linear(x, weight, bias)
+    if activation is not None:
+        y = gated_activation_reference(y, activation)
+    return y if residual is None else residual + y
+
+
+@jit
+def _skinny_linear_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    residual_ptr,
+    y_ptr,
+    num_rows,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    ACTIVATION: tl.constexpr,  # 0: none, 1: silu, 2: gelu_tanh
+):
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inner = tl.arange(0, BLOCK_K)
+    row_valid = rows < num_rows
+    column_valid = columns < N
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    acc_up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    x_start = x_ptr + rows[:, None].to(tl.int64) * K
+    weight_start = weight_ptr + columns[None, :].to(tl.int64) * K
+    for k in range(0, K, BLOCK_K):
+        ks = k + inner
+        if K % BLOCK_K == 0:
+            x = tl.load(x_start + ks[None, :], mask=row_valid[:, None], other=0.0)
+            weight = tl.load(
+                weight_start + ks[:, None],
+                mask=column_valid[None, :],
+                other=0.0,
+                eviction_policy="evict_first",  # read once, or by the next row tile right away
+            )
+        else:
+            k_valid = ks < K
+            x = tl.load(x_start + ks[None, :], mask=row_valid[:, None] & k_valid[None, :], other=0.0)
+            weight = tl.load(
+                weight_start + ks[:, None], mask=column_valid[None, :] & k_valid[:, None], other=0.0
+            )
+        acc = tl.dot(x, weight, acc, input_precision="ieee")
+        if ACTIVATION > 0:
+            up_start = weight_start + N * K
+            if K % BLOCK_K == 0:
+                up = tl.load(
+                    up_start + ks[:, None],
+                    mask=column_valid[None, :],
+                    other=0.0,
+                    eviction_policy="evict_first",
+                )
+            else:
+                up = tl.load(
+                    up_start + ks[:, None], mask=column_valid[None, :] & (ks < K)[:, None], other=0.0
+                )
+            acc_up = tl.dot(x, up, acc_up, input_precision="ieee")
+    dtype = y_ptr.dtype.element_ty
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + columns, mask=column_valid, other=0.0).to(tl.float32)[None, :]
+        if ACTIVATION > 0:
+            acc_up += tl.load(bias_ptr + N + columns, mask=column_valid, other=0.0).to(tl.float32)[None, :]
+    y = acc.to(dtype)
+    if ACTIVATION > 0:
+        gate = y.to(tl.float32)
+        if ACTIVATION == 1:
+            decay = tl.exp(-tl.abs(gate))
+            activated = gate * tl.where(gate < 0.0, decay, 1.0) / (1.0 + decay)
+        else:
+            turn = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+            decay = tl.exp(-2.0 * tl.abs(turn))  # never overflows
+            tanh = (1.0 - decay) / (1.0 + decay)
+            activated = 0.5 * gate * (1.0 + tl.where(turn < 0.0, -tanh, tanh))
+        y = (activated.to(dtype).to(tl.float32) * acc_up.to(dtype).to(tl.float32)).to(dtype)
+    place = rows[:, None].to(tl.int64) * N + columns[None, :]
+    valid = row_valid[:, None] & column_valid[None, :]
+    if HAS_RESIDUAL:
+        y = (tl.load(residual_ptr + place, mask=valid, other=0.0).to(tl.float32) + y.to(tl.float32)).to(dtype)
+    tl.store(y_ptr + place, y, mask=valid)
+
+
+def choose_tiling(in_features: int, num_rows: int, is_gated: bool, shared_bytes: int) -> Tiling:
+    """By the shape of W; of the rows only the size of their tile counts. Measured by `benchmarks.gpu_kernels` on an
+    H200; devices with less shared memory have fewer loads under way.
+    """
+    tiling = _measured_tiling(in_features, num_rows, is_gated)
+    rows_of_stage = min(max(next_power_of_2(num_rows), 16), MAX_ROWS) + tiling.block_n * (
+        2 if is_gated else 1
+    )
+    stage_bytes = rows_of_stage * tiling.block_k * 2
+    return replace(tiling, num_stages=max(min(tiling.num_stages, shared_bytes // stage_bytes), 1))
+
+
+def _measured_tiling(in_features: int, num_rows: int, is_gated: bool) -> Tiling:
+    if num_rows > 16:
+        return Tiling(32, 64, 4, 2)
+    if is_gated:
+        return Tiling(32, 256, 3, 2) if in_features >= 2048 else Tiling(32, 128, 4, 4)
+    return Tiling(16, 512, 3, 2) if in_features >= 1024 else Tiling(16, 128, 6, 2)
+
+
+def skinny_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    activation: ActivationName | None = None,
+    residual: torch.Tensor | None = None,
+    tiling: Tiling | None = None,
+) -> torch.Tensor:
+    """See the module docstring. At most MAX_ROWS rows. `tiling`: for measuring; results do not depend on it."""
+    num_rows, in_features = x.shape
+    num_columns = len(weight) if activation is None else len(weight) // 2
+    assert x.is_contiguous()
+    assert weight.is_contiguous()
+    assert residual is None or (residual.is_contiguous() and activation is None)
+    block_m = min(max(next_power_of_2(num_rows), 16), MAX_ROWS)
+    if tiling is None:
+        shared_bytes = shared_memory_bytes(x.device)
+        tiling = choose_tiling(in_features, num_rows, activation is not None, shared_bytes)
+    y = torch.empty(num_rows, num_columns, dtype=x.dtype, device=x.device)
+    _skinny_linear_kernel[(-(-num_rows // block_m), -(-num_columns // tiling.block_n))](
+        x,
+        weight,
+        x if bias is None else bias,
+        x if residual is None else residual,
+        y,
+        num_rows,
+        N=num_columns,
+        K=in_features,
+        BLOCK_M=block_m,
+        BLOCK_N=tiling.block_n,
+        BLOCK_K=tiling.block_k,
+        HAS_BIAS=bias is not None,
+        HAS_RESIDUAL=residual is not None,
+        ACTIVATION=0 if activation is None else 1 if activation == "silu" else 2,
+        num_stages=tiling.num_stages,
+        num_warps=tiling.num_warps,
+    )
+    return y

@@ -1,0 +1,81 @@
+"""Which experts compute a token, in the two ways of DeepSeek: softmax shares (V2, arXiv:2405.04434) and sigmoid scores
+with a correction that only steers the choice (V3, arXiv:2412.19437, section 2.1.2); both within the best groups.
+
+Scores are float32 whatever the model's dtype, as in the reference implementations: which experts are chosen depends on
+their last digits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+SMALLEST_SUM = 1e-20  # added where weights are divided by their sum
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """How experts are chosen and weighted."""
+
+    num_experts: int
+    top_k: int
+    num_groups: int  # equal parts of the experts; 1: no groups
+    num_chosen_groups: int
+    scoring: Literal["softmax", "sigmoid"]
+    is_corrected: bool  # is there a bias that is added for the choice, not for the weights?
+    normalises: bool  # are a token's weights divided by their sum?
+    scale: float  # of all weights
+
+
+class ExpertRouter(nn.Module):
+    """Weights [num_experts, hidden_size] and, where there is one, a correction [num_experts]."""
+
+    def __init__(
+        self, routing: Routing, hidden_size: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self._routing = routing
+        dtype = torch.promote_types(dtype, torch.float32)
+        weight = torch.empty(routing.num_experts, hidden_size, dtype=dtype, device=device)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.correction: nn.Parameter | None = None
+        if routing.is_corrected:
+            correction = torch.empty(routing.num_experts, dtype=dtype, device=device)
+            self.correction = nn.Parameter(correction, requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """x: [num_tokens, hidden_size]. Returns expert ids [num_tokens, top_k] int64 and weights of the same shape,
+        float32 (float64 for a float64 model)."""
+        routing = self._routing
+        logits = F.linear(x.to(self.weight.dtype), self.weight)
+        scores = logits.sigmoid() if routing.scoring == "sigmoid" else logits.softmax(dim=-1)
+        choice = scores if self.correction is None else scores + self.correction
+        if routing.num_groups > 1:
+            choice = self._within_best_groups(choice)
+        expert_ids = choice.topk(routing.top_k, dim=-1).indices
+        weights = scores.gather(1, expert_ids)
+        if routing.normalises:
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + SMALLEST_SUM)
+        return expert_ids, weights * routing.scale
+
+    def _within_best_groups(self, choice: torch.Tensor) -> torch.Tensor:
+        """-inf outside the best groups. A group is worth its best expert, or its two best where there is a correction.
+
+        choice: [num_tokens, num_experts]; returns the same shape.
+        """
+        groups = choice.view(len(choice), self._routing.num_groups, -1)
+        num_summed = 1 if self.correction is None else 2
+        worth = groups.topk(num_summed, dim=-1).values.sum(dim=-1)  # [num_tokens, num_groups]
+        chosen = worth.topk(self._routing.num_chosen_groups, dim=-1).indices
+        is_out = torch.ones_like(worth, dtype=torch.bool).scatter(1, chosen, False)
+        return groups.masked_fill(is_out[:, :, None], float("-inf")).view_as(choice)
+
+    def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
+        yield f"{prefix}weight", self.weight
+        if self.correction is not None:
+            yield f"{prefix}e_score_correction_bias", self.correction

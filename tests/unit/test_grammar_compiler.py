@@ -1,0 +1,136 @@
+"""What a client may send as a grammar: what is wrong with it is found before it reaches the engine's steps, whatever it
+takes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from engine.config import ModelConfig
+from engine.errors import CheckpointError, InvalidRequestError
+from engine.grammar import compiler as compiler_module
+from engine.grammar.checker import GrammarChecker
+from engine.grammar.compiler import GrammarCompiler
+from engine.params import Constraint
+from tests.support.tiny_models import TINY_EOS_TOKEN_ID, TINY_VOCAB_SIZE, make_tiny_tokenizer
+
+
+def make_compiler(folder: Path) -> GrammarCompiler:
+    return GrammarCompiler(
+        ModelConfig(model="unused", tokenizer=str(folder)), TINY_VOCAB_SIZE, (TINY_EOS_TOKEN_ID,)
+    )
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
+    """One for all tests: some of them end its process."""
+    folder = make_tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+    (folder / "config.json").write_text("{}")
+    return make_compiler(folder)
+
+
+def chain(num_rules: int) -> str:
+    """Rules that are each other, without end for the stack."""
+    return "\n".join(["start: r0", *(f"r{i}: r{i + 1}" for i in range(num_rules)), f'r{num_rules}: "a"'])
+
+
+BAD = {
+    "broken JSON": (Constraint(kind="json_schema", text="{"), "is not a JSON schema"),
+    "no schema": (Constraint(kind="json_schema", text="[1]"), "is not a JSON schema"),
+    "unknown type": (Constraint(kind="json_schema", text='{"type": "foo"}'), "Invalid type: foo"),
+    "unknown keyword": (Constraint(kind="json_schema", text='{"dependencies": {}}'), "dependencies"),
+    "remote": (Constraint(kind="json_schema", text='{"$ref": "http://example.com/a"}'), "does not fetch"),
+    "no value": (
+        Constraint(kind="json_schema", text='{"type": "array", "minItems": 2, "maxItems": 1}'),
+        "Unsatisfiable",
+    ),
+    "deep": (
+        Constraint(kind="json_schema", text='{"items":' * 200 + "{}" + "}" * 200),
+        "recursion limit exceeded",
+    ),
+    "open group": (Constraint(kind="regex", text="(a"), "unclosed group"),
+    "look-around": (Constraint(kind="regex", text="(?=a)b"), "look-around"),
+    "unknown rule": (Constraint(kind="grammar", text="start: foo"), 'unknown name: "foo"'),
+    "unknown GBNF rule": (Constraint(kind="grammar", text="root ::= foo"), "Rule 'foo' not found"),
+    "no grammar": (Constraint(kind="grammar", text="hello"), "cannot be read as GBNF"),
+    "nested GBNF": (
+        Constraint(kind="grammar", text="root ::= " + "(" * 30_000 + '"a"' + ")" * 30_000),
+        "cannot be read as GBNF",
+    ),
+    "empty choice": (Constraint(kind="choice", choices=("",)), "allows no text"),
+    "the whole stack": (Constraint(kind="grammar", text=chain(5000)), "too large or too deeply nested"),
+    "minutes": (
+        Constraint(kind="json_schema", text=json.dumps({"type": "integer", "multipleOf": 2_000_003})),
+        "takes more than 2 s",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_be_used_is_refused_with_its_field_and_the_reason(
+    name: str, compiler: GrammarCompiler
+) -> None:
+    constraint, reason = BAD[name]
+    with pytest.raises(InvalidRequestError) as caught:
+        compiler.start(constraint).result()
+    assert caught.value.field == constraint.kind
+    assert reason in caught.value.description
+    assert "\n" not in caught.value.description
+
+
+def test_after_a_grammar_that_ended_its_process_others_are_compiled(compiler: GrammarCompiler) -> None:
+    for index in range(2):
+        with pytest.raises(InvalidRequestError):
+            compiler.start(Constraint(kind="grammar", text=chain(5001 + index))).result()
+        assert not compiler.start(Constraint(kind="regex", text=f"a{index}")).result().is_error()
+
+
+def test_the_same_grammar_is_compiled_once(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked = []
+
+    def check(self: GrammarChecker, constraint: Constraint) -> None:
+        checked.append(constraint)
+
+    monkeypatch.setattr(GrammarChecker, "check", check)
+    first = Constraint(kind="regex", text="once")
+    assert compiler.start(first).result() is compiler.start(Constraint(kind="regex", text="once")).result()
+    assert checked == [first]
+
+
+def test_few_grammars_are_kept(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler_module, "MAX_KEPT", 2)
+    constraints = [Constraint(kind="regex", text=f"kept{index}") for index in range(3)]
+    first = compiler.start(constraints[0])
+    compiler.start(constraints[1])
+    assert compiler.start(constraints[0]) is first  # used last
+    compiler.start(constraints[2])
+    assert compiler.start(constraints[0]) is first
+
+
+def test_without_a_tokenizer_there_are_no_grammars(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    compiled = make_compiler(tmp_path).start(Constraint(kind="json_object"))
+    with pytest.raises(CheckpointError, match="no tokenizer"):
+        compiled.result()
+
+
+@pytest.mark.parametrize(
+    ("constraint", "reason"),
+    [
+        (Constraint(kind="regex", text=""), "empty text"),
+        (Constraint(kind="choice"), "got no choices"),
+        (Constraint(kind="choice", choices=("a",) * 1025), "got 1025 choices, expected at most 1024"),
+        (
+            Constraint(kind="choice", choices=("a" * 40_000,) * 2),
+            "got 80000 characters, expected at most 65536",
+        ),
+        (Constraint(kind="json_schema", text="x" * 65_537), "got 65537 characters"),
+    ],
+)
+def test_sizes_are_looked_at_first(constraint: Constraint, reason: str) -> None:
+    with pytest.raises(InvalidRequestError, match=reason):
+        constraint.validate()
