@@ -13,7 +13,9 @@ RUN apt-get update \
     && apt-get install -y --no-install-recommends python3 \
     && rm -rf /var/lib/apt/lists/*
 COPY pyproject.toml /
-RUN python3 -c 'import tomllib; print(*tomllib.load(open("/pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")' \
+RUN python3 -c 'import tomllib; project = tomllib.load(open("/pyproject.toml", "rb"))["project"]; \
+    extras = project["optional-dependencies"]; \
+    print(*project["dependencies"], *extras["gateway"], *extras["tracing"], sep="\n")' \
     > /requirements.txt
 
 FROM ${BASE} AS dependencies
@@ -34,23 +36,16 @@ RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip.conf,t
     fi \
     && /opt/slipstream/bin/pip install -r /requirements.txt
 
-FROM dependencies AS wheel
+FROM dependencies AS package
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
 COPY engine engine
 COPY server server
 RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
-    /opt/slipstream/bin/pip wheel --no-deps --wheel-dir /wheels .
+    /opt/slipstream/bin/pip install --no-deps --prefix /package .
 
 FROM ${BASE}
 ARG VARIANT=cuda
-ARG VERSION=0.1.0
-ARG REVISION=unknown
-LABEL org.opencontainers.image.title="slipstream" \
-      org.opencontainers.image.description="gRPC inference server with speculative decoding (${VARIANT})" \
-      org.opencontainers.image.licenses="Apache-2.0" \
-      org.opencontainers.image.version="${VERSION}" \
-      org.opencontainers.image.revision="${REVISION}"
 # Triton compiles a small launcher with the C compiler the first time that a kernel runs.
 # hadolint ignore=DL3008,SC2086
 RUN compiler=; if [ "$VARIANT" = cuda ]; then compiler="gcc libc6-dev python3-dev"; fi \
@@ -60,8 +55,7 @@ RUN compiler=; if [ "$VARIANT" = cuda ]; then compiler="gcc libc6-dev python3-de
     && useradd --uid 10001 --user-group --home-dir /var/cache/slipstream --create-home --shell /usr/sbin/nologin slipstream
 # Two layers: a change of our code leaves the large one as it is.
 COPY --from=dependencies /opt/slipstream /opt/slipstream
-RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
-    /opt/slipstream/bin/pip install --no-cache-dir --no-deps --no-index /wheels/*.whl
+COPY --from=package /package /opt/slipstream
 # Run as modules by the health check and by whoever fetches a known model.
 COPY tools/__init__.py tools/fetch_model.py tools/health_probe.py tools/known_models.py /app/tools/
 WORKDIR /app
@@ -82,3 +76,11 @@ HEALTHCHECK --interval=15s --timeout=5s --start-period=30m --retries=3 \
     CMD ["python3", "-m", "tools.health_probe", "127.0.0.1:50051"]
 ENTRYPOINT ["tini", "--", "slipstream"]
 CMD ["serve"]
+# Last, because they differ from commit to commit.
+ARG VERSION=0.1.0
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="slipstream" \
+      org.opencontainers.image.description="gRPC inference server with speculative decoding (${VARIANT})" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}"

@@ -3,7 +3,8 @@
 #   apt-get install buildah podman runc conmon catatonit mmdebstrap
 #   tools/check_image.sh FOLDER MODEL.gguf      (as root; FOLDER keeps base, layers and logs; about 5 GB)
 # The base is Debian by mmdebstrap in place of the registry's. PIP_CONF names a pip.conf for the build, CPU_INDEX an
-# index for torch, BUILD_VOLUMES more `--volume` arguments.
+# index for torch, BUILD_VOLUMES more `--volume` arguments, POD_VALUES a file with more values of the chart. Needs the
+# project's own environment (`make` makes it) to render the chart.
 set -euo pipefail
 
 folder=$(mkdir -p "$1" && cd "$1" && pwd)
@@ -46,6 +47,10 @@ start() { # start NAME: read-only, no capabilities, no new privileges
     --security-opt no-new-privileges --memory 4g --pids-limit 256 --volume "$model:/models/model.gguf:ro" "$image" \
     serve --model /models/model.gguf --port "$port" --metrics-port 0 --num-threads 1 --kv-cache-memory 512MiB \
     --host 127.0.0.1 --speculator ngram,k=4 >/dev/null
+  wait_until_serving "$1"
+}
+
+wait_until_serving() { # wait_until_serving CONTAINER
   for _ in $(seq 120); do
     [[ $(podman_ inspect --format '{{.State.Running}}' "$1") == true ]] || break
     [[ $(probe "$1" 2>&1 || true) == SERVING ]] && return
@@ -80,6 +85,28 @@ check_drain() { # a stream that runs when SIGTERM comes ends whole, and the serv
   expect "exit status" "$(podman_ wait server)" 0
 }
 
+check_pod() { # the pod that the chart renders with its default model, and its end within its time
+  local pod=$folder/pod.yaml values=$folder/pod-values.yaml
+  cat >"$values" <<YAML
+image: {repository: localhost/slipstream, tag: 0.1.0-cpu, pullPolicy: Never}
+drain: {preStopSeconds: 0, delaySeconds: 1, graceSeconds: 30}
+server: {num-threads: 1, kv-cache-memory: 512MiB}
+extraArgs: [--host=127.0.0.1, --port=$port, --metrics-port=0]
+YAML
+  (cd "$root" && .venv/bin/python -m tools.podman_pod --values "$values" ${POD_VALUES:+--values "$POD_VALUES"}) >"$pod"
+  podman_ kube down "$pod" >/dev/null 2>&1 || true
+  podman_ kube play --no-hosts "$pod" >/dev/null
+  wait_until_serving slipstream-server
+  expect "user in the pod" "$(podman_ exec slipstream-server id -u)" 10001
+  local text
+  text=$(podman_ exec slipstream-server slipstream generate "Hello!" --address "127.0.0.1:$port" --max-tokens 8)
+  [[ -n $text ]] || { say "no text came from the pod"; exit 1; }
+  say "generated in the pod: $text"
+  podman_ pod stop --time 46 slipstream >/dev/null
+  expect "exit status in the pod" "$(podman_ inspect --format '{{.State.ExitCode}}' slipstream-server)" 0
+  podman_ kube down "$pod" >/dev/null
+}
+
 cat >"$CONTAINERS_CONF" <<'CONF'
 [containers]
 default_ulimits = ["nofile=20000:20000", "nproc=1000:1000"]
@@ -97,4 +124,5 @@ say "run"; start server
 check_container
 check_drain
 podman_ rm server >/dev/null
+say "pod"; check_pod
 say "all good"

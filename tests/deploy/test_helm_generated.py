@@ -6,7 +6,7 @@ import json
 
 import yaml
 
-from tests.support.helm_chart import CHART, find, manifests_of, render_texts
+from tests.support.helm_chart import CHART, find, manifests_of, render_texts, values_of
 from tools import helm_chart
 
 MAX_CONFIGMAP_BYTES = 2**20
@@ -45,3 +45,10 @@ def test_the_dashboards_in_the_cluster_are_those_of_the_files() -> None:
 def test_notes_say_how_to_reach_the_server() -> None:
     assert "helm -n prod test demo" in render_texts({})["NOTES.txt"]
     assert "demo-slipstream.prod.svc:50051" in render_texts({})["NOTES.txt"]
+
+
+def test_notes_say_what_a_client_has_to_show() -> None:
+    notes = render_texts(values_of("tls"))["NOTES.txt"]
+    assert "(mutual TLS)" in notes
+    assert "slipstream-tokens" in notes
+    assert "slipstream generate" not in notes  # it would be refused

@@ -31,6 +31,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"drain": {"graceSeconds": "60s"}}, "drain/graceSeconds"),
     ({"service": {"port": 70000}}, "service/port"),
     ({"tls": {"enabled": True}}, "tls/secretName"),
+    ({"tls": {"clientCaSecretName": "ca"}}, "tls/enabled"),
+    ({"admin": {"enabled": True, "service": True}}, "auth/tokensSecret/name"),
+    ({"server": {"auth-tokens": "/tokens"}}, "auth-tokens"),
+    ({"cache": {"ephemeral": {"size": "big"}}}, "cache/ephemeral/size"),
     ({"grpcRoute": {"enabled": True}}, "grpcRoute/parentRefs"),
     ({"autoscaling": {"type": "both"}}, "autoscaling/type"),
     ({"autoscaling": {"type": "keda"}}, "autoscaling/keda/serverAddress"),
@@ -54,21 +58,24 @@ def paths(node: Any, prefix: str = "") -> set[str]:
     return found.union(*(paths(value, f"{prefix}{key}.") for key, value in node.items()))
 
 
-def schema_paths(node: dict[str, Any], prefix: str = "") -> set[str]:
+def schema_paths(schema: dict[str, Any], node: dict[str, Any], prefix: str = "") -> set[str]:
+    """Paths of the properties below a node of the schema."""
+    if "$ref" in node:
+        node = schema["$defs"][node["$ref"].removeprefix("#/$defs/")]
     properties = node.get("properties", {})
     found = {f"{prefix}{key}" for key in properties}
-    return found.union(*(schema_paths(value, f"{prefix}{key}.") for key, value in properties.items()))
+    return found.union(*(schema_paths(schema, value, f"{prefix}{key}.") for key, value in properties.items()))
 
 
 def test_schema_and_values_have_the_same_keys() -> None:
     schema = yaml.safe_load((CHART / "values.schema.json").read_text())
     values = yaml.safe_load((CHART / "values.yaml").read_text())
-    described = {path for path in schema_paths(schema) if not path.startswith("server.")} - {
+    described = {path for path in schema_paths(schema, schema) if not path.startswith("server.")} - {
         "resources.claims"
     }
     given = paths(values)
     assert described - given == set()
-    free_form = ("resources.", "podSecurityContext.", "securityContext.", "strategy.", "tls.resources.")
+    free_form = ("resources.", "podSecurityContext.", "securityContext.", "strategy.")
     unknown = {
         path for path in given - described if not path.startswith((*free_form, "autoscaling.behavior."))
     }

@@ -76,12 +76,57 @@ def test_ports_and_probes_are_those_of_the_server(
     manifests = manifests_of(value_set)
     config, container = server_config(manifests, tmp_path, monkeypatch), server_container(manifests)
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-    assert ports == {"grpc": config.port, "metrics": config.metrics_port}
+    given = {"grpc": config.port, "metrics": config.metrics_port}
+    given |= {"health": config.health_port, "admin": config.admin_port}
+    assert ports == {name: port for name, port in given.items() if port}
     probes = {name: container[f"{name}Probe"]["grpc"] for name in ("startup", "readiness", "liveness")}
-    assert all(probe["port"] == config.port for probe in probes.values())
+    assert {probe["port"] for probe in probes.values()} == {config.health_port or config.port}
     assert probes["startup"]["service"] == probes["readiness"]["service"]
     assert probes["readiness"]["service"] in READINESS_NAMES
     assert probes["liveness"]["service"] == LIVENESS_NAME
+
+
+@pytest.mark.parametrize("value_set", VALUE_SETS)
+def test_probes_need_neither_tls_nor_a_token(
+    value_set: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = server_config(manifests_of(value_set), tmp_path, monkeypatch)
+    assert (config.tls_cert is None) == (config.health_port == 0)
+
+
+@pytest.mark.parametrize("value_set", VALUE_SETS)
+def test_files_of_the_configuration_are_on_mounts(
+    value_set: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifests = manifests_of(value_set)
+    config, container = server_config(manifests, tmp_path, monkeypatch), server_container(manifests)
+    mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    volumes = {volume["name"]: volume.get("secret", {}) for volume in pod_spec(manifests)["volumes"]}
+    for file in (config.tls_cert, config.tls_key, config.tls_client_ca, config.auth_tokens):
+        if file is not None:
+            secret = volumes[mounts[str(file.parent)]]
+            assert file.name in {item["path"] for item in secret.get("items", [{"path": file.name}])}
+            assert not any(
+                "subPath" in mount for mount in container["volumeMounts"]
+            )  # it would not be renewed
+
+
+def test_the_admin_service_is_on_the_loopback_address_unless_a_service_offers_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tls, everything = manifests_of("tls"), manifests_of("everything")
+    assert server_config(tls, tmp_path, monkeypatch).admin_host == "127.0.0.1"
+    assert not [m for m in tls if m["kind"] == "Service" and m["metadata"]["name"].endswith("-admin")]
+    assert server_config(everything, tmp_path, monkeypatch).admin_host == "0.0.0.0"
+    service = find(everything, "Service", "-admin")
+    assert service["spec"]["clusterIP"] == "None"
+
+
+@pytest.mark.parametrize("value_set", VALUE_SETS)
+def test_no_secret_is_in_an_environment(value_set: str) -> None:
+    pod = pod_spec(manifests_of(value_set))
+    for container in pod["containers"] + pod.get("initContainers", []):
+        assert not any("secretKeyRef" in e.get("valueFrom", {}) for e in container.get("env", []))
 
 
 @pytest.mark.parametrize("value_set", VALUE_SETS)
@@ -119,6 +164,15 @@ def test_every_setting_of_the_server_is_a_value_or_belongs_to_the_chart() -> Non
     open_settings = set(schema["properties"]["server"]["properties"])
     owned = {"model", "served-model-name", "revision", "speculators", "host", "port", "metrics-port"}
     owned |= {"drain-delay", "grace"}
+    owned |= {
+        "tls-cert",
+        "tls-key",
+        "tls-client-ca",
+        "health-port",
+        "auth-tokens",
+        "admin-host",
+        "admin-port",
+    }
     settings = {name.replace("_", "-") for name in ServerConfig.model_fields}
     assert open_settings | owned == settings
     assert not open_settings & owned
@@ -153,6 +207,19 @@ def test_autoscalers_ask_for_metrics_that_there_are(value_set: str, kind: str) -
     assert len(wanted) == 3
     assert wanted <= (made or documented)
     assert metric_names([rule["seriesQuery"] for rule in adapter["rules"]["custom"]]) <= documented
+
+
+def test_an_endpoint_picker_is_told_gauges_that_there_are() -> None:
+    config = yaml.safe_load((CHART / "examples" / "endpoint-picker.yaml").read_text())
+    (extractor,) = (plugin for plugin in config["plugins"] if plugin["type"] == "core-metrics-extractor")
+    (engine,) = extractor["parameters"]["engineConfigs"]
+    gauges = set(re.findall(r"`(slipstream_[a-z0-9_]+)` \| gauge", METRICS_DOCUMENT.read_text()))
+    assert {value for key, value in engine.items() if key.endswith("Spec")} <= gauges
+    assert extractor["parameters"]["defaultEngine"] == engine["name"]
+    declared = {plugin["type"] for plugin in config["plugins"]}
+    (profile,), (source,) = config["schedulingProfiles"], config["dataLayer"]["sources"]
+    used = [*profile["plugins"], *config["requestHandler"]["parsers"], source, *source["extractors"]]
+    assert {plugin["pluginRef"] for plugin in used} == declared
 
 
 def test_an_autoscaler_owns_the_number_of_replicas() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from tools.dashboards.frame import assemble
@@ -118,7 +120,13 @@ def _latency() -> list[PanelBuilder]:
             )
         )
     panels.append(
-        _quantiles("queue_time", "Queue time", "From arrival to the first step that computes the request.")
+        _quantiles(
+            "queue_time",
+            "Queue time",
+            "From arrival to the first step that computes the request, and what the server expects of a new one until "
+            "its first token (estimated_time_to_first_token).",
+            more=[Query(f"max({gauge('estimated_time_to_first_token')})", "expected for a new request")],
+        )
     )
     panels.append(
         _quantiles(
@@ -130,9 +138,11 @@ def _latency() -> list[PanelBuilder]:
     return panels
 
 
-def _quantiles(histogram: str, title: str, text: str, unit: str = "s") -> PanelBuilder:
+def _quantiles(
+    histogram: str, title: str, text: str, unit: str = "s", *, more: Sequence[Query] = ()
+) -> PanelBuilder:
     queries = [Query(quantile(share, histogram), f"p{share * 100:.0f}") for share in QUANTILES]
-    return graph(title, f"{text} ({histogram})", unit, [*queries, Query(mean(histogram), "mean")])
+    return graph(title, f"{text} ({histogram})", unit, [*queries, Query(mean(histogram), "mean"), *more])
 
 
 def _load() -> list[PanelBuilder]:

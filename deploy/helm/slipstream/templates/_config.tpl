@@ -29,5 +29,6 @@
 {{- $_ := set $config "device" "cpu" -}}
 {{- $_ := set $config "kv-cache-memory" "1GiB" -}}
 {{- end -}}
-{{- toYaml (merge (deepCopy .Values.server) $config) -}}
+{{- $security := include "slipstream.securityConfig" . | fromYaml -}}
+{{- toYaml (merge (deepCopy .Values.server) $config $security) -}}
 {{- end -}}

@@ -41,11 +41,6 @@ labels: {{- include "slipstream.labels" . | nindent 2 }}
 {{- end -}}
 {{- end -}}
 
-{{/* The port that the Services offer: the server's, or the TLS sidecar's in front of it. */}}
-{{- define "slipstream.servicePortName" -}}
-{{- ternary "grpcs" "grpc" .Values.tls.enabled -}}
-{{- end -}}
-
 {{/* Seconds that a pod may take to go: preStop, drain, and what the server needs to end its engine (at most 11). */}}
 {{- define "slipstream.terminationGracePeriodSeconds" -}}
 {{- add .Values.drain.preStopSeconds .Values.drain.delaySeconds .Values.drain.graceSeconds 15 -}}

@@ -37,6 +37,19 @@
 {{- if .Values.cache.existingClaim }}
   persistentVolumeClaim:
     claimName: {{ .Values.cache.existingClaim }}
+{{- else if .Values.cache.ephemeral.enabled }}
+  ephemeral:
+    volumeClaimTemplate:
+      metadata:
+        labels: {{- include "slipstream.selectorLabels" . | nindent 10 }}
+      spec:
+        accessModes: [ReadWriteOnce]
+        {{- with .Values.cache.ephemeral.storageClassName }}
+        storageClassName: {{ . }}
+        {{- end }}
+        resources:
+          requests:
+            storage: {{ .Values.cache.ephemeral.size }}
 {{- else }}
   emptyDir:
     sizeLimit: {{ .Values.cache.sizeLimit }}
@@ -52,6 +65,15 @@
     reference: {{ .Values.model.image.reference }}
     pullPolicy: {{ .Values.model.image.pullPolicy }}
 {{- end }}
+{{- if .Values.model.hub.tokenSecret.name }}
+- name: hub-token
+  secret:
+    secretName: {{ .Values.model.hub.tokenSecret.name }}
+    defaultMode: 0440
+    items:
+      - key: {{ .Values.model.hub.tokenSecret.key }}
+        path: token
+{{- end }}
 {{- end -}}
 
 {{- define "slipstream.modelMounts" -}}
@@ -60,6 +82,11 @@
 {{- if or (eq .Values.model.source "volume") (and (eq .Values.model.source "image") .Values.model.image.reference) }}
 - name: model
   mountPath: /models
+  readOnly: true
+{{- end }}
+{{- if .Values.model.hub.tokenSecret.name }}
+- name: hub-token
+  mountPath: /etc/hub
   readOnly: true
 {{- end }}
 {{- end -}}
@@ -94,4 +121,7 @@
       mountPath: {{ include "slipstream.cacheDir" . }}
     - name: tmp
       mountPath: /tmp
+    {{- with .Values.extraVolumeMounts }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
 {{- end -}}

@@ -15,13 +15,21 @@
       containerPort: 50051
     - name: metrics
       containerPort: 9090
+    {{- if .Values.tls.enabled }}
+    - name: health
+      containerPort: 50052
+    {{- end }}
+    {{- if .Values.admin.enabled }}
+    - name: admin
+      containerPort: 50053
+    {{- end }}
   env: {{- include "slipstream.serverEnv" . | nindent 4 }}
   {{- with .Values.extraEnvFrom }}
   envFrom: {{- toYaml . | nindent 4 }}
   {{- end }}
-  startupProbe: {{- include "slipstream.probe" (dict "service" "readiness" "timing" .Values.probes.startup) | nindent 4 }}
-  readinessProbe: {{- include "slipstream.probe" (dict "service" "readiness" "timing" .Values.probes.readiness) | nindent 4 }}
-  livenessProbe: {{- include "slipstream.probe" (dict "service" "liveness" "timing" .Values.probes.liveness) | nindent 4 }}
+  startupProbe: {{- include "slipstream.probe" (dict "root" $ "service" "readiness" "timing" .Values.probes.startup) | nindent 4 }}
+  readinessProbe: {{- include "slipstream.probe" (dict "root" $ "service" "readiness" "timing" .Values.probes.readiness) | nindent 4 }}
+  livenessProbe: {{- include "slipstream.probe" (dict "root" $ "service" "liveness" "timing" .Values.probes.liveness) | nindent 4 }}
   {{- if .Values.drain.preStopSeconds }}
   lifecycle:
     preStop:
@@ -39,6 +47,9 @@
     - name: shm
       mountPath: /dev/shm
     {{- include "slipstream.modelMounts" . | nindent 4 }}
+    {{- with include "slipstream.securityMounts" . | trim }}
+    {{- . | nindent 4 }}
+    {{- end }}
     {{- with .Values.extraVolumeMounts }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
@@ -59,14 +70,9 @@
       containerName: server
       resource: limits.cpu
 {{- end }}
-{{- with .Values.model.hub.tokenSecret }}
-{{- if .name }}
-- name: HF_TOKEN
-  valueFrom:
-    secretKeyRef:
-      name: {{ .name }}
-      key: {{ .key }}
-{{- end }}
+{{- if .Values.model.hub.tokenSecret.name }}
+- name: HF_TOKEN_PATH # as a file: an environment is seen by whoever may look at the pod
+  value: /etc/hub/token
 {{- end }}
 {{- with .Values.extraEnv }}
 {{ toYaml . }}
@@ -75,7 +81,7 @@
 
 {{- define "slipstream.probe" -}}
 grpc:
-  port: 50051
+  port: {{ ternary 50052 50051 .root.Values.tls.enabled }}
   service: {{ .service }}
 {{ toYaml .timing }}
 {{- end -}}
