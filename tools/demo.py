@@ -1,14 +1,19 @@
-"""`make demo`: the whole way once, seen from outside.
+"""`make demo`: the whole way once, seen from outside, and what speculation brings on the way.
 
-Fetches the model, starts the real server, streams one chat generation with a plain gRPC client, stops it.
+Starts the real server on a small model with its draft methods, streams one chat generation with a plain gRPC client,
+then asks a few prompts without drafts and with each method in turns, and shows the rates. What is known of models here
+is which one the head in models/ drafts for.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 import tempfile
 import time
+import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,32 +28,66 @@ from server.pb.slipstream.v1 import generation_pb2_grpc as pb_grpc
 from tools.fetch_model import FetchError, resolve
 from tools.server_process import ServerProcess, ServerStartError, exit_on_sigterm
 
-_PROMPT = "Explain in three sentences why the sky is blue."
-_SPECULATOR = "ngram,k=3"  # needs no model of its own
+_HEAD = Path(__file__).parent.parent / "models" / "smollm2-eagle3"
+_LOOKUPS = ("ngram,k=3", "suffix,k=3")  # need no model of their own
+_PLAIN = "none"
+_PROMPTS = (
+    "Explain in three sentences why the sky is blue.",
+    "Write a Python function that counts the vowels of a text.",
+    "Tom has 12 apples, gives 5 to Anna and buys 9 more. How many apples does he have?",
+)
+
+
+@dataclass(frozen=True)
+class Show:
+    """A model, and what drafts for it, as `serve --speculator` takes it."""
+
+    model: str
+    speculators: tuple[str, ...]
+
+    @property
+    def methods(self) -> list[str]:
+        return [speculator.split(",", 1)[0] for speculator in self.speculators]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the client saw. Seconds."""
+    """What the client saw of one generation. Seconds."""
 
     finished: pb.Finished
     time_to_first_token: float
     total: float
 
+    @property
+    def rate(self) -> float:
+        """Tokens per second behind the first one; 0 when there are no others."""
+        others, seconds = self.finished.usage.completion_tokens - 1, self.total - self.time_to_first_token
+        return others / seconds if others > 0 and seconds > 0 else 0.0
+
 
 def main() -> int:
-    """Run the demo; exit status 0 when a generation was streamed to its end."""
+    """Run the demo; exit status 0 when everything was streamed to its end."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--model", default="smollm2", help="a known model, a directory, a GGUF file or a hub id"
+        "--model",
+        default="smollm2",
+        help="a known model, a directory, a GGUF file or a hub id; default: smollm2 with the head in models/",
     )
-    parser.add_argument("--prompt", default=_PROMPT)
-    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument(
+        "--speculator",
+        action="append",
+        default=[],
+        metavar="METHOD[,key=value...]",
+        help="as for slipstream serve; may be given again; default: those that need no more than is here",
+    )
+    parser.add_argument("--prompt", help="for the generation that is shown")
+    parser.add_argument("--max-tokens", type=int, default=64)
     arguments = parser.parse_args()
     console = Console(highlight=False)
     exit_on_sigterm()
     try:
-        run(console, arguments.model, arguments.prompt, arguments.max_tokens)
+        show = choose_show(arguments.model, arguments.speculator)
+        run(console, show, arguments.prompt, arguments.max_tokens)
     except (FetchError, ServerStartError) as error:
         console.print(str(error), style="red", markup=False)
         return 1
@@ -58,33 +97,61 @@ def main() -> int:
     return 0
 
 
-def run(console: Console, model: str, prompt: str, max_tokens: int) -> None:
+def choose_show(model: str, speculators: Sequence[str]) -> Show:
+    """`speculators`: what the user wants; none: lookups, and for SmolLM2 the head that comes with the project."""
+    if speculators:
+        return Show(model, tuple(speculators))
+    heads = (f"eagle3,model={_HEAD},k=3",) if model == "smollm2" else ()
+    return Show(model, (*heads, *_LOOKUPS))
+
+
+def run(console: Console, show: Show, prompt: str | None, max_tokens: int) -> None:
     """Raises FetchError, ServerStartError, grpc.RpcError."""
-    path = resolve(model)
+    path = resolve(show.model)
     console.print(f"model:  {path}")
+    arguments = [part for speculator in show.speculators for part in ("--speculator", speculator)]
     with tempfile.TemporaryDirectory(prefix="slipstream-demo-") as folder:
-        arguments = ("--speculator", _SPECULATOR)
-        server = ServerProcess(path, Path(folder) / "server.log", arguments=arguments)
+        server = ServerProcess(
+            path, Path(folder) / "server.log", arguments=(*arguments, "--dtype", best_dtype())
+        )
         start = time.perf_counter()
         with console.status("starting the server, waiting for health SERVING ..."):
             server.start()
         try:
             console.print(f"server: {server.address}, SERVING after {time.perf_counter() - start:.1f} s")
-            console.print(f"prompt: {prompt}\n", markup=False)
             with grpc.insecure_channel(server.address) as channel:
-                outcome = stream(pb_grpc.GenerationServiceStub(channel), prompt, max_tokens)
-            console.print(table(outcome))
+                stub = pb_grpc.GenerationServiceStub(channel)
+                shown = prompt or _PROMPTS[0]
+                console.print(f"prompt: {shown}\n", markup=False)
+                outcome = stream(stub, shown, max_tokens, show.methods[0], is_shown=True)
+                console.print(details(outcome))
+                with console.status("asking with and without drafts, in turns ..."):
+                    outcomes = compare(stub, _PROMPTS, max_tokens, [_PLAIN, *show.methods])
+            console.print(comparison(outcomes))
         finally:
             status = server.stop()
         console.print(f"server stopped by SIGTERM, exit status {status}")
 
 
-def stream(stub: pb_grpc.GenerationServiceStub, prompt: str, max_tokens: int) -> Outcome:
-    """Ask greedily, write the text to stdout as it comes."""
+def best_dtype(cpu_info: Path = Path("/proc/cpuinfo"), gpu: Path = Path("/dev/nvidiactl")) -> str:
+    """On a CPU that multiplies bfloat16, bfloat16: there several rows cost hardly more than one, which drafts need."""
+    if gpu.exists() or not cpu_info.exists():
+        return "auto"
+    flags = cpu_info.read_text()
+    return "bfloat16" if "avx512_bf16" in flags or "amx_bf16" in flags else "float32"
+
+
+def stream(
+    stub: pb_grpc.GenerationServiceStub, prompt: str, max_tokens: int, method: str, *, is_shown: bool
+) -> Outcome:
+    """Ask greedily; if `is_shown`, write the text to stdout as it comes. Nothing is learned from one answer for the
+    next: the same prompt comes again with the next method."""
     request = pb.GenerateRequest(
         chat=pb.ChatPrompt(messages=[pb.ChatMessage(role="user", content=prompt)]),
         sampling=pb.SamplingParams(temperature=0.0),
         stopping=pb.StoppingParams(max_tokens=max_tokens),
+        speculation=pb.SpeculationParams(method=method),
+        cache_salt=uuid.uuid4().hex,
     )
     start = time.perf_counter()
     first: float | None = None
@@ -93,29 +160,64 @@ def stream(stub: pb_grpc.GenerationServiceStub, prompt: str, max_tokens: int) ->
         match response.WhichOneof("event"):
             case "delta":
                 first = first or time.perf_counter()
-                sys.stdout.write(response.delta.text)
-                sys.stdout.flush()
+                if is_shown:
+                    sys.stdout.write(response.delta.text)
+                    sys.stdout.flush()
             case "finished":
                 finished = response.finished
     end = time.perf_counter()
-    sys.stdout.write("\n\n")
+    if is_shown:
+        sys.stdout.write("\n\n")
     return Outcome(finished=finished, time_to_first_token=(first or end) - start, total=end - start)
 
 
-def table(outcome: Outcome) -> Table:
+def compare(
+    stub: pb_grpc.GenerationServiceStub, prompts: Sequence[str], max_tokens: int, methods: Sequence[str]
+) -> dict[str, list[Outcome]]:
+    """Every prompt with every method, in turning order: what else the machine does hits all of them alike."""
+    outcomes: dict[str, list[Outcome]] = {method: [] for method in methods}
+    for index, prompt in enumerate(prompts):
+        first = index % len(methods)
+        for method in (*methods[first:], *methods[:first]):
+            outcomes[method].append(stream(stub, prompt, max_tokens, method, is_shown=False))
+    return outcomes
+
+
+def details(outcome: Outcome) -> Table:
     """Counts from the server, times as the client saw them."""
     usage, speculation = outcome.finished.usage, outcome.finished.speculation
-    decode = outcome.total - outcome.time_to_first_token
-    rate = (usage.completion_tokens - 1) / decode if usage.completion_tokens > 1 and decode > 0 else 0.0
     drafted = f"{speculation.acceptance_length:.2f} ({speculation.method})"
     rows = Table(show_header=False)
     rows.add_row("prompt tokens", str(usage.prompt_tokens))
     rows.add_row("output tokens", str(usage.completion_tokens))
     rows.add_row("time to first token", f"{outcome.time_to_first_token * 1e3:.0f} ms")
-    rows.add_row("then", f"{rate:.1f} tokens/s")
+    rows.add_row("then", f"{outcome.rate:.1f} tokens/s")
     rows.add_row("acceptance length", drafted if speculation.verifications else "no speculation")
     rows.add_row("finish", describe_finish(outcome.finished))
     return rows
+
+
+def comparison(outcomes: dict[str, list[Outcome]]) -> Table:
+    """Medians over the prompts; the rate against plain decoding is that of each prompt."""
+    plain = [outcome.rate for outcome in outcomes[_PLAIN]]
+    table = Table("draft method", "tokens/s", "against plain", "acceptance length")
+    for method, asked in outcomes.items():
+        rates = [outcome.rate for outcome in asked]
+        ratios = [rate / base for rate, base in zip(rates, plain, strict=True) if base]
+        table.add_row(
+            "plain" if method == _PLAIN else method,
+            f"{statistics.median(rates):.1f}",
+            f"{statistics.median(ratios):.2f}x" if ratios else "-",
+            f"{length:.2f}" if (length := acceptance_length(asked)) else "-",
+        )
+    return table
+
+
+def acceptance_length(outcomes: Sequence[Outcome]) -> float:
+    """Tokens per verification, over all of them; 0 without any."""
+    stats = [outcome.finished.speculation for outcome in outcomes]
+    verifications = sum(item.verifications for item in stats)
+    return sum(item.acceptance_length * item.verifications for item in stats) / max(verifications, 1)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,124 @@
+"""The stages of tools/train, from text to a pair that drafts: tiny, on the CPU, through their own commands."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from engine.config import ModelConfig, SpeculatorConfig
+from engine.models.loader import load_model
+from tests.support.engine_harness import Harness
+from tests.support.tiny_drafters import shared_workshop
+from tests.support.training_bench import ROW_LENGTH, Workbench, report_of
+from tools.train.__main__ import main
+from tools.train.budget import Limit
+from tools.train.data import drafter_rows
+from tools.train.draft_tasks import AssistantTask
+from tools.train.loop import LoopSettings, Trainer
+from tools.train.recipes import ASSISTANT_OPTIMISER, FULL, SLIDING
+from tools.train.samples import Sample, SampleWriter
+
+LONG_RUN, SHORT_RUN = 150, 6  # steps
+
+
+@cache
+def _bench(folder: Path) -> tuple[Workbench, Path]:
+    folder.mkdir()
+    bench = Workbench(folder)
+    bench.train_target("target", LONG_RUN)
+    return bench, bench.sample(240)
+
+
+@pytest.fixture
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
+    return _bench(tmp_path_factory.getbasetemp() / "training")[0]
+
+
+@pytest.fixture
+def own_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the target wrote itself."""
+    return _bench(tmp_path_factory.getbasetemp() / "training")[1]
+
+
+def test_a_target_learns_and_its_report_says_from_what(bench: Workbench) -> None:
+    report = report_of(bench.folder / "target")
+    assert report["history"][0]["loss"] > 5.0
+    assert report["held_out"]["chats_loss"] < 1.0
+    assert report["data"]["text_files"] == ["stories.txt"]
+    assert report["steps"] == LONG_RUN
+
+
+def test_an_assistant_is_accepted_more_the_longer_it_was_trained(bench: Workbench, own_text: Path) -> None:
+    short = bench.train_assistant("short", SHORT_RUN, own_text)
+    long = bench.train_assistant("long", LONG_RUN, own_text)
+    assert long["held_out"]["greedy_acceptance_length"] > short["held_out"]["greedy_acceptance_length"] + 0.5
+    before, after = bench.evaluate("short"), bench.evaluate("long")
+    for case, figures in after.items():
+        assert figures["acceptance_length"] > before[case]["acceptance_length"] + 0.5
+
+
+def test_a_run_that_goes_on_ends_where_an_unbroken_one_does(
+    bench: Workbench, own_text: Path, tmp_path: Path
+) -> None:
+    def trainer(name: str) -> Trainer:
+        target = load_model(ModelConfig(model=str(bench.folder / "target")), device=torch.device("cpu"))
+        rows, greedy, sources = drafter_rows([own_text], ROW_LENGTH, 0, 8)
+        shape = {"hidden_size": 24, "intermediate_size": 48, "layer_types": [SLIDING, FULL]}
+        task = AssistantTask(
+            *(target, rows, greedy),
+            shape=shape,
+            policy="last_token",
+            num_steps=3,
+            rows_per_step=4,
+            seed=0,
+            device=torch.device("cpu"),
+            sources=sources,
+        )
+        limit = Limit(steps=6)
+        folder, output = tmp_path / f"{name}-state", tmp_path / name
+        return Trainer(
+            task, LoopSettings(limit=limit, optimiser=ASSISTANT_OPTIMISER, folder=folder, output=output)
+        )
+
+    trainer("unbroken").run()
+    trainer("broken").run(stop_at=3)
+    taken_up = trainer("broken")
+    assert taken_up.step == 3
+    taken_up.run()
+    unbroken, broken = (load_file(tmp_path / name / "model.safetensors") for name in ("unbroken", "broken"))
+    assert all(torch.equal(weight, broken[name]) for name, weight in unbroken.items())
+
+
+def test_a_head_is_accepted_after_training_on_what_its_target_wrote(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    workshop = shared_workshop(tmp_path_factory)
+    writer = SampleWriter(tmp_path / "text", "plain")
+    for prompt, result in zip(workshop.prompts, workshop.plain("greedy").values(), strict=True):
+        writer.add(
+            Sample(
+                kind="tokens",
+                prompt="",
+                answer="",
+                prompt_ids=prompt,
+                answer_ids=result.token_ids,
+                temperature=0.0,
+                finish="length",
+            )
+        )
+    writer.flush()
+    arguments = f"""eagle --target {workshop.target_path} --samples {tmp_path / "text"} --output {tmp_path / "head"}
+        --state {tmp_path / "state"} --steps {LONG_RUN} --rows 4 --row-length {ROW_LENGTH} --intermediate-size 40
+        --draft-vocab-size 200 --draft-steps 3 --learning-rate 0.02 --table-learning-rate 0.01 --device cpu"""
+    assert main(arguments.split()) == 0
+    config = SpeculatorConfig(method="eagle3", model=str(tmp_path / "head"), k=3)
+    results = Harness(workshop.core([config])).run(workshop.requests("greedy", [(None, None)]))
+    emitted = [seen.num_emitted for result in results.values() for seen in result.spec]
+    assert sum(emitted) / len(emitted) > 2.0
+    assert [result.token_ids for result in results.values()] == [
+        result.token_ids for result in workshop.plain("greedy").values()
+    ]

@@ -1,0 +1,1 @@
+"""Messages that nobody sends, for a real server process; `python -m tools.fuzz --help`."""

@@ -1,0 +1,123 @@
+#!/bin/sh
+# How the models under models/ are made, on one H200: `tools/train/reproduce.sh STAGE...` runs stages one behind the
+# other. Each ends by its time limit, and goes on where it was when it is run again with more. The first command that
+# fails ends everything.
+#
+#   TEXT     folder with books.txt.xz, peps.txt.xz and gsm8k_train.txt.xz
+#   SMOLLM2  the GGUF file of SmolLM2-135M-Instruct (python -m tools.fetch_model smollm2)
+#   PROMPTS  JSON lines with HumanEval, GSM8K and Spec-Bench prompts, for `evaluate`
+#   WORK     folder for everything that is made (default build/train)
+#   OUT      if set, gets what a stage has made, but no states, as one tar file in pieces of PIECE bytes (default 15 MB):
+#            `cat OUT/results.tar.* | tar x -C WORK` puts it back
+#   PYTHON   default python3
+set -eu
+
+WORK=${WORK:-build/train}
+OUT=${OUT:-}
+PYTHON=${PYTHON:-python3}
+train() { "$PYTHON" -m tools.train "$@"; }
+smollm2_tokenizer() { [ -z "${SMOLLM2_TOKENIZER:-}" ] || echo --tokenizer "$SMOLLM2_TOKENIZER"; }
+
+made=
+keep() {  # what is in $OUT is whole, whenever the machine is taken away
+    [ -n "$OUT" ] || return 0
+    made="$made $*"
+    mkdir -p "$OUT/.new"
+    # shellcheck disable=SC2086
+    tar c -C "$WORK" $made | split -b "${PIECE:-15000000}" -d - "$OUT/.new/results.tar."
+    rm -f "$OUT"/results.tar.*
+    mv "$OUT"/.new/* "$OUT/"
+    rmdir "$OUT/.new"
+}
+
+tokenizer() {  # needs no GPU
+    train tokenizer --text "$TEXT/books.txt.xz" "$TEXT/peps.txt.xz" "$TEXT/gsm8k_train.txt.xz" \
+        --output "$WORK/tokenizer"
+    keep tokenizer
+}
+
+text() {  # another SEED adds to what is there
+    # shellcheck disable=SC2046
+    train sample --model "$SMOLLM2" $(smollm2_tokenizer) --output "$WORK/text" --time-limit "${TEXT_SECONDS:-300}" \
+        --workers "${WORKERS:-4}" --num-seqs 256 --kv-cache-gib 8 --kinds text --greedy-share 0.25 \
+        --seed "${SEED:-0}" --sums "$TEXT/gsm8k_train.txt.xz" --passages "$TEXT/books.txt.xz" "$TEXT/peps.txt.xz"
+    keep text
+}
+
+target() {
+    train target --text "$TEXT/books.txt.xz" "$TEXT/peps.txt.xz" "$TEXT/gsm8k_train.txt.xz" --samples "$WORK/text" \
+        --tokenizer "${TOKENIZER:-$WORK/tokenizer}" --output "$WORK/tiny-gemma4" --state "$WORK/states/target" \
+        --time-limit "${TARGET_SECONDS:-200}"
+    keep tiny-gemma4
+}
+
+own_text() {
+    train sample --model "$WORK/tiny-gemma4" --output "$WORK/own-text" --time-limit "${OWN_TEXT_SECONDS:-45}" \
+        --workers "${WORKERS:-4}" --num-seqs 256 --kv-cache-gib 4 --kinds chat --greedy-share 0.5
+    keep own-text
+}
+
+assistant() {  # both policies of where a draft stands
+    for positions in ${POLICIES:-last_key last_token}; do
+        train assistant --target "$WORK/tiny-gemma4" --samples "$WORK/own-text" --positions "$positions" \
+            --output "$WORK/assistant-$positions" --state "$WORK/states/assistant-$positions" \
+            --time-limit "${ASSISTANT_SECONDS:-60}"
+        keep "assistant-$positions"
+    done
+}
+
+eagle() {
+    train eagle --target "$SMOLLM2" --samples "$WORK/text" --output "$WORK/smollm2-eagle3" \
+        --state "$WORK/states/eagle" --time-limit "${EAGLE_SECONDS:-240}"
+    keep smollm2-eagle3
+}
+
+evaluate() {
+    mkdir -p "$WORK/figures"
+    for positions in ${POLICIES:-last_key last_token}; do
+        train evaluate --target "$WORK/tiny-gemma4" --held-out --k 4 --max-model-len 1024 --batch-sizes 1 8 64 \
+            --speculator "gemma4_mtp,model=$WORK/assistant-$positions,positions=$positions" \
+            --output "$WORK/figures/tiny-gemma4-$positions.json"
+    done
+    evaluate_eagle
+}
+
+evaluate_eagle() {
+    mkdir -p "$WORK/figures"
+    # shellcheck disable=SC2046
+    train evaluate --target "$SMOLLM2" $(smollm2_tokenizer) --prompts "$PROMPTS" --k 4 --max-model-len 2048 \
+        --speculator "eagle3,model=$WORK/smollm2-eagle3" --batch-sizes 1 8 64 --num-prompts 40 \
+        --output "$WORK/figures/smollm2-eagle3.json"
+    keep figures
+}
+
+# Every training stage for seconds, on the text that is there: does it run here at all? In a shell of its own, which ends
+# at the first failure: in a function that is part of a condition, nothing would.
+smoke() {
+    rm -rf "$WORK/smoke" && mkdir -p "$WORK/smoke"
+    ln -s ../text "$WORK/smoke/text"
+    TOKENIZER=${TOKENIZER:-$WORK/tokenizer} WORK="$WORK/smoke" OUT='' POLICIES=last_key WORKERS=1 \
+        TARGET_SECONDS=6 OWN_TEXT_SECONDS=4 ASSISTANT_SECONDS=5 EAGLE_SECONDS=8 \
+        sh "$0" target own_text assistant eagle
+}
+
+# Sampling leaves room on the device: use it to try what comes next. If either fails, so does this, at once.
+text_and_smoke() {
+    OUT='' setsid sh "$0" text &
+    sampling=$!
+    trap 'kill -- -$sampling 2>/dev/null || true' EXIT
+    while ! ls "$WORK"/text/*.jsonl.gz >/dev/null 2>&1; do
+        kill -0 $sampling 2>/dev/null || wait $sampling
+        sleep 1
+    done
+    smoke
+    wait $sampling
+    trap - EXIT
+    keep text
+}
+
+mkdir -p "$WORK"
+for stage in "$@"; do
+    echo "== $stage, $(date +%T)"
+    "$stage"
+done
