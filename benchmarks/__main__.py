@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-BENCHMARKS = ("single_stream", "batch_scaling", "interference", "frontend_rate", "memory_flat")
+BENCHMARKS = ("single_stream", "batch_scaling", "interference", "frontend_rate", "overload", "memory_flat")
 
 
 def main() -> int:

@@ -49,7 +49,8 @@ async def benchmark(options: Options) -> BenchResult:
     messages: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "server.log"
-        with ServerProcess(options.model, log, program=("-m", "benchmarks.scripted_server")) as server:
+        program, rows = ("-m", "benchmarks.scripted_server"), ("--max-num-seqs", str(max(_STREAMS)))
+        with ServerProcess(options.model, log, program=program, arguments=rows) as server:
             for num_streams in _STREAMS:
                 report, seconds = await measure(server, num_streams, output_len, options.seed)
                 loads[f"{num_streams} streams"] = report

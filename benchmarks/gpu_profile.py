@@ -13,11 +13,14 @@ import tempfile
 import time
 from collections import defaultdict
 from pathlib import Path
+from typing import get_args
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.gpu_steps import GEOMETRIES, add_requests, make_core
+from benchmarks.geometries import GEOMETRIES
+from benchmarks.gpu_steps import METHODS, Setup, add_requests, capture_all, make_core, run_batch
+from engine.config import CudaGraphsName
 from engine.core import EngineCore
 
 NUM_STEPS = 50
@@ -29,16 +32,25 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--geometry", default="smollm2-135m", choices=list(GEOMETRIES))
+    parser.add_argument("--speculator", default="none", choices=METHODS)
+    parser.add_argument("--k", type=int, default=4, help="drafts of a step")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--backend", default="auto")
-    parser.add_argument("--graphs", default="auto", choices=["auto", "none", "full_decode"])
+    parser.add_argument("--graphs", default="auto", choices=get_args(CudaGraphsName))
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        core = make_core(arguments.geometry, arguments.backend, arguments.graphs, Path(folder))
+        setup = Setup(
+            arguments.geometry, arguments.speculator, arguments.k, arguments.backend, arguments.graphs
+        )
+        core = make_core(setup, Path(folder))
+    run_batch(core, arguments.batch, seed=1)  # asks for its graphs
+    capture_all(core)
     add_requests(core, arguments.batch, seed=0)
     for _ in range(20):  # prefill, and everything is compiled
         core.step()
-    print(f"{arguments.geometry}, batch {arguments.batch}, graphs {arguments.graphs}")
+    print(
+        f"{arguments.geometry}, speculator {arguments.speculator}, batch {arguments.batch}, graphs {arguments.graphs}"
+    )
     _show_phases(core)
     _show_kernels(core)
     core.close()

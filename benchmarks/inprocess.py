@@ -12,7 +12,7 @@ from engine.client.base import EngineClient
 from engine.client.inproc import InprocEngineClient
 from engine.config import engine_config
 from engine.messages import AddRequest
-from engine.params import SamplingParams
+from engine.params import Constraint, SamplingParams
 from engine.stats import SpecObservation
 
 
@@ -91,10 +91,15 @@ async def stream(client: EngineClient, request: AddRequest) -> Streamed:
 
 
 async def stream_greedy(
-    client: EngineClient, request_id: str, prompt: list[int], num_tokens: int
+    client: EngineClient,
+    request_id: str,
+    prompt: list[int],
+    num_tokens: int,
+    constraint: Constraint | None = None,
 ) -> Streamed:
-    """Generate exactly `num_tokens` (at least 2) tokens, greedily."""
+    """Generate exactly `num_tokens` (at least 2) tokens, greedily. The constraint must allow so many."""
     params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
-    streamed = await stream(client, AddRequest(request_id=request_id, prompt_token_ids=prompt, params=params))
+    request = AddRequest(request_id=request_id, prompt_token_ids=prompt, params=params, constraint=constraint)
+    streamed = await stream(client, request)
     assert streamed.num_tokens == num_tokens, f"got {streamed.num_tokens} tokens, expected {num_tokens}"
     return streamed

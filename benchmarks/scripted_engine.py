@@ -1,15 +1,21 @@
-"""An engine process without a model: every step gives every request one token.
+"""An engine process without a model: every step gives every running request one token.
 
-Speaks the engine's protocol through engine.main, so the frontend cannot tell. Started by scripted_server.py.
+As many run as `max_num_seqs` says, in the order of their arrival; a step takes as long as it is told. Speaks the
+engine's protocol through engine.main, so the frontend cannot tell. Started by scripted_server.py.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
+from itertools import islice
 
 from engine.config import EngineConfig
+from engine.control import AnyAction, AnyResult
+from engine.errors import EngineError, InvalidRequestError
 from engine.main import main
 from engine.messages import (
     AbortRequests,
@@ -23,7 +29,7 @@ from engine.messages import (
 )
 from engine.stats import EngineStats, StepStats
 
-STEP_SECONDS = 0.001  # of a fast device; the engine never waits for the frontend
+STEP_SECONDS = 0.001  # of a fast device, unless told otherwise; the engine never waits for the frontend
 VOCAB_SIZE = 32_000  # ids that every tokenizer of a real model has
 _FIRST_TEXT_ID = 1000  # beyond special tokens and single bytes
 
@@ -31,7 +37,9 @@ _FIRST_TEXT_ID = 1000  # beyond special tokens and single bytes
 class ScriptedCore:
     """The part of an EngineCore that the loop drives."""
 
-    def __init__(self, config: EngineConfig, on_progress: Callable[[LoadProgress], None]) -> None:
+    def __init__(
+        self, config: EngineConfig, on_progress: Callable[[LoadProgress], None], *, step_seconds: float
+    ) -> None:
         self.model_info = ModelInfo(
             model_name=config.model.name,
             architecture="Scripted",
@@ -50,7 +58,9 @@ class ScriptedCore:
             max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
             max_steps_in_flight=1,
         )
-        self._live: dict[str, _Progress] = {}
+        self._live: dict[str, _Progress] = {}  # by arrival
+        self._max_running = config.scheduler.max_num_seqs
+        self._step_seconds = step_seconds
         self._step = 0
         self._next_step_at = 0.0
 
@@ -67,16 +77,23 @@ class ScriptedCore:
                 ]
                 return StepMessage(outputs=outputs, stats=self._stats())
 
+    def control(self, action: AnyAction, answer: Callable[[AnyResult | EngineError], None]) -> None:
+        raise InvalidRequestError("action", f"got {type(action).__name__}, a scripted engine has none")
+
     @property
     def has_work(self) -> bool:
         return bool(self._live)
 
+    def prepare(self) -> bool:
+        return False
+
     def step(self) -> StepMessage:
         time.sleep(max(0.0, self._next_step_at - time.monotonic()))
         now = time.monotonic()
-        self._next_step_at = now + STEP_SECONDS
+        self._next_step_at = now + self._step_seconds
         self._step += 1
-        outputs = [progress.advance(now) for progress in self._live.values()]
+        running = islice(self._live.values(), self._max_running)
+        outputs = [progress.advance(now) for progress in running]
         for output in outputs:
             if output.finish is not None:
                 del self._live[output.request_id]
@@ -87,7 +104,9 @@ class ScriptedCore:
         self._live.clear()
 
     def _stats(self) -> EngineStats:
-        return EngineStats(num_running=len(self._live), num_blocks=1, num_free_blocks=1)
+        num_running = min(len(self._live), self._max_running)
+        num_waiting = len(self._live) - num_running
+        return EngineStats(num_running=num_running, num_waiting=num_waiting, num_blocks=1, num_free_blocks=1)
 
 
 class _Progress:
@@ -119,4 +138,7 @@ class _Progress:
 
 
 if __name__ == "__main__":
-    sys.exit(main(core_factory=ScriptedCore))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--step-seconds", type=float, default=STEP_SECONDS)
+    own, rest = parser.parse_known_args()
+    sys.exit(main(rest, core_factory=partial(ScriptedCore, step_seconds=own.step_seconds)))

@@ -1,4 +1,6 @@
-"""The real frontend process before a scripted engine: takes the flags of `slipstream serve` that it needs."""
+"""The real frontend process before a scripted engine: any setting of the server as `--name value`, and the length of
+a step.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import argparse
 import asyncio
 import sys
 
+from benchmarks.scripted_engine import STEP_SECONDS
 from engine.client.process import ProcessEngineClient
 from server.app import App
 from server.config import load_config
@@ -15,15 +18,19 @@ from server.logs import configure_logs
 def main() -> int:
     """Serve until SIGTERM."""
     parser = argparse.ArgumentParser(description=__doc__)
-    for flag in ("--model", "--host", "--port", "--metrics-port"):
-        parser.add_argument(flag, required=True)
-    return asyncio.run(_run(vars(parser.parse_args())))
+    parser.add_argument("--step-seconds", type=float, default=STEP_SECONDS)
+    own, rest = parser.parse_known_args()
+    flags = {
+        flag.removeprefix("--").replace("-", "_"): value
+        for flag, value in zip(rest[::2], rest[1::2], strict=True)
+    }
+    return asyncio.run(_run(flags, own.step_seconds))
 
 
-async def _run(flags: dict[str, str]) -> int:
+async def _run(flags: dict[str, str], step_seconds: float) -> int:
     config = load_config(flags)
     configure_logs("warning", "json")
-    engine = (sys.executable, "-m", "benchmarks.scripted_engine")
+    engine = (sys.executable, "-m", "benchmarks.scripted_engine", "--step-seconds", str(step_seconds))
     return await App(config, ProcessEngineClient(config.engine, command=engine)).run()
 
 
