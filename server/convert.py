@@ -156,18 +156,18 @@ class RequestConverter:
             )
 
     async def _prompt(self, request: pb.GenerateRequest) -> list[int]:
-        kind = request.WhichOneof("prompt")
+        kind, limit = request.WhichOneof("prompt"), self._max_prompt_tokens
         match kind:
             case None:
                 raise InvalidRequestError("prompt", "is unset, expected text, token_ids or chat")
             case "text":
-                prompt = await self._text.encode(request.text) if request.text else []
+                prompt = await self._text.encode(request.text, max_tokens=limit) if request.text else []
             case "token_ids":
                 self._check_length("token_ids", len(request.token_ids.ids))  # before anything looks at them
                 prompt = list(request.token_ids.ids)
                 check_token_ids("token_ids.ids", prompt, self._model.vocab_size)
             case "chat":
-                _, prompt = await self._text.encode_chat(request.chat)
+                _, prompt = await self._text.encode_chat(request.chat, max_tokens=limit)
         self._check_length(kind, len(prompt))
         return prompt
 

@@ -22,6 +22,7 @@ from server.chat import Conversation, read_conversation
 from server.pb.slipstream.v1 import generation_pb2 as pb
 
 MAX_INLINE_SIZE = 4096  # characters or ids; what is longer leaves the event loop. About a millisecond of work
+MAX_CHARS = 1_000_000  # of a text that need not fit the context
 _NUM_THREADS = 2
 
 Result = TypeVar("Result")
@@ -48,6 +49,7 @@ class TextProcessor:
         self._backend.no_truncation()
         self._backend.no_padding()
         self._reserved_arguments = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
+        self._longest_token = max(map(len, self._backend.get_vocab()), default=1)  # characters, at least
         self._token_texts: dict[int, str] = {}
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenizer")
 
@@ -55,17 +57,26 @@ class TextProcessor:
     def has_chat_template(self) -> bool:
         return bool(self._chat.chat_template)
 
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text as it stands."""
+    async def encode(
+        self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
+    ) -> list[int]:
+        """Token ids of a text as it stands. Raises InvalidRequestError for one that is more than `max_tokens` in any
+        case, or without them longer than MAX_CHARS: tokenizing takes some hundred bytes of memory a character.
+        """
+        self._check_length("text", text, max_tokens)
         return await self._run(len(text), self._encode, text, add_special_tokens)
 
-    async def encode_chat(self, chat: pb.ChatPrompt) -> tuple[str, list[int]]:
-        """The rendered template and its token ids. Raises InvalidRequestError with a path below `chat`."""
+    async def encode_chat(
+        self, chat: pb.ChatPrompt, *, max_tokens: int | None = None
+    ) -> tuple[str, list[int]]:
+        """The rendered template and its token ids. Raises InvalidRequestError with a path below `chat`, also as
+        `encode` does.
+        """
         if not self.has_chat_template:
             raise InvalidRequestError(
                 "chat", "the model has no chat template; expected a prompt as text or token ids"
             )
-        return await self._run(chat.ByteSize(), self._encode_chat, chat)
+        return await self._run(chat.ByteSize(), self._encode_chat, chat, max_tokens)
 
     def encode_words(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
         """Token sequences that write one of the words, at the start of a text or after a space."""
@@ -106,8 +117,16 @@ class TextProcessor:
         text: str = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
 
-    def _encode_chat(self, chat: pb.ChatPrompt) -> tuple[str, list[int]]:
+    def _check_length(self, field: str, text: str, max_tokens: int | None) -> None:
+        limit, why = MAX_CHARS, ""
+        if max_tokens is not None:
+            limit, why = max_tokens * self._longest_token, f": {max_tokens} tokens of this model are no more"
+        if len(text) > limit:
+            raise InvalidRequestError(field, f"got {len(text)} characters, expected at most {limit}{why}")
+
+    def _encode_chat(self, chat: pb.ChatPrompt, max_tokens: int | None) -> tuple[str, list[int]]:
         rendered = self._render(read_conversation(chat, self._reserved_arguments))
+        self._check_length("chat", rendered, max_tokens)
         return rendered, self._encode(rendered, add_special_tokens=False)  # the template writes them
 
     def _render(self, conversation: Conversation) -> str:

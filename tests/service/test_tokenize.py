@@ -10,6 +10,7 @@ import pytest
 from google.protobuf.struct_pb2 import Struct
 
 from server.pb.slipstream.v1 import generation_pb2 as pb
+from server.text import MAX_CHARS, TextProcessor
 from tests.support.server_fixture import failure_of, running_server, tiny_tokenizer
 
 TEXT = "the naïve dog 🙂"
@@ -45,6 +46,23 @@ async def test_a_long_text_is_tokenized_beside_the_event_loop() -> None:
         answer = await server.stub.Tokenize(pb.TokenizeRequest(text=text))
         back = await server.stub.Detokenize(pb.DetokenizeRequest(token_ids=answer.token_ids))
     assert back.text == text
+
+
+@pytest.mark.parametrize("rpc", ["Generate", "Tokenize"])
+async def test_a_text_that_is_too_long_in_any_case_is_refused_before_it_is_tokenized(
+    rpc: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenized: list[str] = []
+    monkeypatch.setattr(TextProcessor, "_encode", lambda self, text, **options: tokenized.append(text))
+    text = "x" * (MAX_CHARS + 1)
+    prompts = {"text": {"text": text}, "chat": {"chat": pb.ChatPrompt(messages=[user(text)])}}
+    async with running_server() as server:
+        for field, prompt in prompts.items():
+            request = getattr(pb, f"{rpc}Request")(**prompt)
+            failure = await failure_of(getattr(server.stub, rpc)(request))
+            assert (failure.code, failure.field) == (grpc.StatusCode.INVALID_ARGUMENT, field)
+            assert "characters, expected at most" in failure.message
+    assert not tokenized
 
 
 async def test_special_tokens_are_left_out_unless_asked_for() -> None:

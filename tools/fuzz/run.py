@@ -27,7 +27,7 @@ from tools.server_state import held_when_idle, leaks
 SERVER_ARGUMENTS = (
     *("--num-threads", "1", "--max-num-seqs", "16", "--max-model-len", "128", "--block-size", "8"),
     *("--kv-cache-memory", "1MiB", "--speculator", "ngram,k=4", "--gateway-protocol", "vllm"),
-    *("--log-format", "json"),
+    *("--max-message-bytes", "1MiB", "--log-format", "json"),
 )
 _DEADLINE = 2.0  # seconds
 _MAX_DESCRIBED = 40
