@@ -144,7 +144,9 @@ def _paged_attention_kernel(
     if WINDOW > 0:
         key_begin = tl.maximum(computed + first_query - WINDOW + 1, 0)
     if NUM_SEGMENTS > 1:
-        key_end = tl.minimum(key_end, NUM_SEGMENTS * SEGMENT_SIZE)  # who merges waits for nobody beyond the grid
+        key_end = tl.minimum(
+            key_end, NUM_SEGMENTS * SEGMENT_SIZE
+        )  # who merges waits for nobody beyond the grid
     first_segment = key_begin // SEGMENT_SIZE
     last_segment = (key_end - 1) // SEGMENT_SIZE
     if NUM_SEGMENTS > 1:
