@@ -5,6 +5,9 @@ MODEL ?=
 # What the protocol must stay compatible with.
 PROTO_BASE ?= HEAD
 
+# A process a core, whole files each: fixtures are shared within a file.
+PARALLEL := -n auto --maxprocesses 4 --dist loadfile
+
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -24,10 +27,10 @@ serve: $(INSTALLED)  ## Serve a model in the foreground (MODEL=..., ARGS="--port
 	@model=$$($(BIN)/python -m tools.fetch_model '$(or $(MODEL),smollm2)') && exec $(BIN)/slipstream serve --model "$$model" $(ARGS)
 
 test: $(INSTALLED)  ## Run the tests, without the long form of the matrices
-	$(BIN)/pytest -q -m 'not full'
+	$(BIN)/pytest -q -m 'not full' $(PARALLEL)
 
 test-full: $(INSTALLED)  ## Run every test
-	$(BIN)/pytest -q
+	$(BIN)/pytest -q $(PARALLEL)
 
 check: $(INSTALLED)  ## Formatting, lint, types, import order, protocol, generated code
 	$(BIN)/ruff format --check .

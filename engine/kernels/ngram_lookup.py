@@ -103,8 +103,9 @@ def _ngram_lookup_kernel(
     steps = tl.arange(0, K_PAD)
     period = tl.maximum(last - match, 1)
     source = match + 1 + steps % period
-    drafts = tl.load(history + source, mask=found & (steps < K), other=-1).to(tl.int64)
-    tl.store(drafts_ptr + request * K + steps, drafts, mask=steps < K)
+    # Without a match it is -1, and the first tokens are read instead.
+    drafts = tl.load(history + source, mask=steps < K, other=-1).to(tl.int64)
+    tl.store(drafts_ptr + request * K + steps, tl.where(found, drafts, -1), mask=steps < K)
     tl.store(found_ptr + request, found)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 import pytest
 from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from smg_grpc_proto import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated import common_pb2 as common
@@ -57,8 +58,10 @@ async def test_health_follows_the_engine(gateway: Any) -> None:
         engine.may_start.set()
         await server.wait_for_health(1, SERVICE)
         assert (await stub.HealthCheck(vllm.HealthCheckRequest())).healthy
-        server.app.stop()
-        await server.wait_for_health(2, SERVICE)
+        watch = server.health.Watch(health_pb2.HealthCheckRequest(service=SERVICE))
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        server.app.stop()  # which ends the port too, so the watch has to be there before
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 async def test_a_gateway_learns_the_model(gateway: Any, checkpoint: Path) -> None:
