@@ -39,6 +39,7 @@ def beginning(disturbance: Disturbance, status: str, reason: str = "", **fields:
         outcome("cancel"),
         beginning("cancel", "CANCELLED"),
         beginning("abort", "OK", finished={0: CANCELLED}),
+        beginning("abort", "OK", finished={0: CANCELLED}, texts={0: "a\ufffd"}),  # half of a character
         beginning("deadline", "DEADLINE_EXCEEDED"),
         outcome("deadline", status="RESOURCE_EXHAUSTED", reason="TOO_LATE", tokens={}, texts={}, finished={}),
         beginning("slow", "RESOURCE_EXHAUSTED", "SLOW_READER"),
@@ -61,8 +62,8 @@ def test_what_was_done_to_a_request_explains_its_end(right: Outcome) -> None:
         (outcome(tokens={0: [5, 6, 8]}), "differ"),
         (outcome(texts={0: "abd"}), "differ"),
         (outcome(finished={0: pb.FINISH_REASON_LENGTH}), "differ"),
-        (beginning("cancel", "CANCELLED", tokens={0: [5, 9]}), "another beginning"),
-        (beginning("cancel", "CANCELLED", texts={0: "x"}), "another beginning"),
+        (beginning("cancel", "CANCELLED", tokens={0: [5, 9]}), "other tokens"),
+        (beginning("cancel", "CANCELLED", texts={0: "x"}), "another text"),
     ],
 )
 def test_what_nothing_explains_is_wrong(wrong: Outcome, words: str) -> None:

@@ -59,8 +59,11 @@ def _content_fault(outcome: Outcome, answer: Answer) -> str | None:
             reason == pb.FINISH_REASON_CANCELLED and outcome.attempt.disturbance == "abort"
         )
         if is_cut:
-            if tokens != expected[: len(tokens)] or not answer.texts[index].startswith(outcome.texts[index]):
-                return f"choice {index}: got another beginning than in the undisturbed run"
+            if tokens != expected[: len(tokens)]:
+                return f"choice {index}: got other tokens than the undisturbed run begins with"
+            # A character that was not whole yet when the output ended is shown as U+FFFD.
+            if not answer.texts[index].startswith(outcome.texts[index].rstrip("\ufffd")):
+                return f"choice {index}: got another text than the undisturbed run begins with"
         elif (tokens, outcome.texts[index], reason) != (
             expected,
             answer.texts[index],
