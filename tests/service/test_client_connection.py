@@ -62,6 +62,7 @@ async def test_commands_connect_with_tls_and_a_token(tmp_path: Path, authority: 
             "SLIPSTREAM_CLIENT_CERT": str(files["cert"]),
             "SLIPSTREAM_CLIENT_KEY": str(files["key"]),
             "SLIPSTREAM_TOKEN": TOKEN,
+            "COLUMNS": "500",  # no path is broken into lines
         }
 
         assert await slipstream("generate", "the dog", "--raw", environment=environment) == (0, "the dog", "")
