@@ -23,7 +23,8 @@ from benchmarks.geometries import GEOMETRIES
 from benchmarks.gpu_steps import write_report
 from engine.kernels.gated_activation import ActivationName, gated_activation
 from engine.kernels.paged_attention import MAX_COUNTERS, paged_attention
-from engine.kernels.skinny_linear import Tiling, skinny_linear
+from engine.kernels.skinny_linear import Tiling, skinny_linear, stage_bytes
+from engine.kernels.triton_support import shared_memory_bytes
 
 BYTES_IN_TURN = 400 << 20  # of weights, several times the L2 cache
 TILINGS = [
@@ -89,7 +90,12 @@ def measure(geometry: str, name: str, num_rows: int, tilings: Sequence[Tiling]) 
     def with_tiling(tiling: Tiling | None) -> float:
         return time_us(lambda weight: skinny_linear(x, weight, activation=activation, tiling=tiling), weights)
 
-    ours = {tiling: with_tiling(tiling) for tiling in tilings if not is_gated or tiling.num_stages < 6}
+    shared_bytes = shared_memory_bytes(x.device)
+    ours = {
+        tiling: with_tiling(tiling)
+        for tiling in tilings
+        if tiling.num_stages * stage_bytes(tiling, num_rows, is_gated) <= shared_bytes
+    }
     best = min(ours, key=lambda tiling: ours[tiling], default=None)
     chosen = with_tiling(None)
     return {

@@ -137,11 +137,17 @@ def choose_tiling(in_features: int, num_rows: int, is_gated: bool, shared_bytes:
     H200; devices with less shared memory have fewer loads under way.
     """
     tiling = _measured_tiling(in_features, num_rows, is_gated)
-    rows_of_stage = min(max(next_power_of_2(num_rows), 16), MAX_ROWS) + tiling.block_n * (
-        2 if is_gated else 1
-    )
-    stage_bytes = rows_of_stage * tiling.block_k * 2
-    return replace(tiling, num_stages=max(min(tiling.num_stages, shared_bytes // stage_bytes), 1))
+    stages_that_fit = shared_bytes // stage_bytes(tiling, num_rows, is_gated)
+    return replace(tiling, num_stages=max(min(tiling.num_stages, stages_that_fit), 1))
+
+
+def stage_bytes(tiling: Tiling, num_rows: int, is_gated: bool) -> int:
+    """Shared memory, in bytes, of one load under way: the tile of rows and the strips of W, in a half type."""
+    return (_row_tile(num_rows) + tiling.block_n * (2 if is_gated else 1)) * tiling.block_k * 2
+
+
+def _row_tile(num_rows: int) -> int:
+    return min(max(next_power_of_2(num_rows), 16), MAX_ROWS)
 
 
 def _measured_tiling(in_features: int, num_rows: int, is_gated: bool) -> Tiling:
@@ -167,7 +173,7 @@ def skinny_linear(
     assert x.is_contiguous()
     assert weight.is_contiguous()
     assert residual is None or (residual.is_contiguous() and activation is None)
-    block_m = min(max(next_power_of_2(num_rows), 16), MAX_ROWS)
+    block_m = _row_tile(num_rows)
     if tiling is None:
         shared_bytes = shared_memory_bytes(x.device)
         tiling = choose_tiling(in_features, num_rows, activation is not None, shared_bytes)
