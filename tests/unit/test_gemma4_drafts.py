@@ -237,5 +237,7 @@ def test_every_draft_step_is_one_row_per_request(workshop: Workshop, policy: str
     steps = Counter(calls)
     assert {num_rows for num_rows, _ in steps} == {1}
     assert calls[0] == (1, len(prompt) - 1), "drafts before the prompt was computed"
+    # A step in which the request wants no draft any more stands at 0.
+    assert min(position for _, position in steps if position > 0) == len(prompt) - 1
     for item in watched.rounds:
         assert steps[1, len(item.confirmed) - 2] >= len(item.drafts)
