@@ -48,8 +48,8 @@ TARGET_CONFIG: Mapping[str, Any] = {
     "eos_token_id": EOS_ID,
 }
 ASSISTANT_SHAPE: Mapping[str, Any] = {
-    "hidden_size": 192,
-    "intermediate_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 1024,
     "layer_types": [SLIDING, FULL],
 }
 HEAD_SHAPE: Mapping[str, Any] = {"intermediate_size": 768, "draft_vocab_size": 5120}
