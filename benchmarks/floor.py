@@ -1,5 +1,6 @@
 """What a decode step costs at least: the weights that it must read, at the memory's measured bandwidth, or its products
-at the measured rate, whichever is longer. Launches, attention and activations are left out.
+at the measured rate, whichever is longer; and of each layer the eight launches that a Llama layer takes. Attention,
+activations, and the launches around the layers are left out.
 
 python -m benchmarks.floor [--geometry llama-3.1-8b] [--speculator eagle3] [--k 4] [--batch 1 8 64]
 """
@@ -7,6 +8,7 @@ python -m benchmarks.floor [--geometry llama-3.1-8b] [--speculator eagle3] [--k 
 from __future__ import annotations
 
 import argparse
+import functools
 from typing import Any
 
 import torch
@@ -24,14 +26,15 @@ from engine.models.registry import MODELS
 
 BANDWIDTH = 4.255e12  # bytes a second, one H200: a copy of 4 GiB, read and written
 PRODUCT_RATE = 767e12  # operations a second, one H200: a bfloat16 product of 8192 x 8192 matrices
+LAUNCH_SECONDS = 1.03e-6  # of a short kernel in a graph, one H200
+LAUNCHES_OF_LAYER = 8
 DTYPE, META = torch.bfloat16, torch.device("meta")
 
 
 def floor_ms(geometry: str, batch: int, speculator: str = "none", num_drafts: int = 0) -> float:
     """Of one step: verification of 1 + num_drafts tokens a request, and as many drafts."""
-    config = GEOMETRIES[geometry]
-    target = MODELS.get(config["architectures"][0])(config, DTYPE, META)
-    num_chosen = config.get("num_experts_per_tok", 1)
+    target = _target(geometry)
+    num_chosen = GEOMETRIES[geometry].get("num_experts_per_tok", 1)
     head = _head_weights(target)
     seconds = _pass_seconds(target, head, batch * (1 + num_drafts), num_chosen)
     if speculator not in ("none", "ngram"):
@@ -39,6 +42,12 @@ def floor_ms(geometry: str, batch: int, speculator: str = "none", num_drafts: in
         own_head = _head_weights(drafter) or head  # without one, it reads the target's
         seconds += num_drafts * _pass_seconds(drafter, own_head, batch, num_chosen)
     return seconds * 1e3
+
+
+@functools.cache
+def _target(geometry: str) -> CausalLM:
+    config = GEOMETRIES[geometry]
+    return MODELS.get(config["architectures"][0])(config, DTYPE, META)
 
 
 def _drafter(target: CausalLM, speculator: str, config: dict[str, Any] | None) -> nn.Module:
@@ -66,7 +75,14 @@ def _pass_seconds(model: nn.Module, head: int, num_rows: int, num_chosen: int) -
         if isinstance(module, RoutedExperts)  # those that random routing would choose for at least one row
     )
     num_bytes = (dense + experts) * DTYPE.itemsize
-    return max(num_bytes / BANDWIDTH, 2.0 * dense * num_rows / PRODUCT_RATE)
+    launching = _num_layers(model) * LAUNCHES_OF_LAYER * LAUNCH_SECONDS
+    return max(num_bytes / BANDWIDTH, 2.0 * dense * num_rows / PRODUCT_RATE) + launching
+
+
+def _num_layers(model: nn.Module) -> int:
+    """A model that drafts may have but one, and no list of it."""
+    layers = getattr(model, "layers", None)
+    return len(layers) if isinstance(layers, nn.ModuleList) else 1
 
 
 def main() -> None:

@@ -102,6 +102,23 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
 }
 
 
+def with_layers(config: dict[str, Any], num_layers: int | None) -> dict[str, Any]:
+    """The same geometry with about so many layers, at least one of every kind; None: with all of them."""
+    if num_layers is None:
+        return config
+    layer_types = config.get("layer_types", ["full_attention"])
+    period = layer_types.index("full_attention") + 1
+    num_own = max(-(-num_layers // period), 1) * period
+    num_shared = num_own if config.get("num_kv_shared_layers") else 0
+    changed: dict[str, Any] = {"num_hidden_layers": num_own + num_shared}
+    if "layer_types" in config:
+        changed |= {
+            "layer_types": layer_types[: num_own + num_shared],
+            "num_kv_shared_layers": num_shared,
+        }
+    return {**config, **changed}
+
+
 def _gemma4_assistant(target: str, **text: Any) -> dict[str, Any]:
     source = GEOMETRIES[target]
     same = ("vocab_size", "head_dim", "global_head_dim", "sliding_window", "max_position_embeddings")

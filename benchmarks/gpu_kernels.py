@@ -2,6 +2,7 @@
 
 python -m benchmarks.gpu_kernels [--geometry llama-3.1-8b] [--rows 1 8 16 64] [--tune] [--output FILE]
 python -m benchmarks.gpu_kernels --attention [--context 300 2000] ...
+python -m benchmarks.gpu_kernels --sampling
 
 Each figure is a captured sequence of launches over different weights or caches, more of them than the L2 cache holds,
 replayed five times; the best replay counts. GB/s are the bytes of the weight, or of keys and values, over the time.
@@ -20,7 +21,8 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.geometries import GEOMETRIES
-from benchmarks.gpu_steps import write_report
+from benchmarks.gpu_engine import write_report
+from benchmarks.gpu_sampling import ROWS, VOCAB_SIZES, measure_sampling
 from engine.kernels.gated_activation import ActivationName, gated_activation
 from engine.kernels.paged_attention import MAX_COUNTERS, paged_attention
 from engine.kernels.skinny_linear import Tiling, skinny_linear, stage_bytes
@@ -173,6 +175,7 @@ def main() -> None:
     parser.add_argument("--geometry", nargs="+", default=list(GEOMETRIES), choices=list(GEOMETRIES))
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 16, 64])
     parser.add_argument("--attention", action="store_true")
+    parser.add_argument("--sampling", action="store_true")
     parser.add_argument("--context", nargs="+", type=int, default=[300, 2000])
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 64])
     parser.add_argument("--query-len", type=int, default=1)
@@ -181,7 +184,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    for geometry in arguments.geometry:
+    if arguments.sampling:
+        for num_rows, vocab_size in itertools.product(ROWS, VOCAB_SIZES):
+            rows += measure_sampling(num_rows, vocab_size, time_us)
+    for geometry in () if arguments.sampling else arguments.geometry:
         if arguments.attention:
             for batch, context in itertools.product(arguments.batch, arguments.context):
                 rows += measure_attention(geometry, batch, context, arguments.query_len)
@@ -190,7 +196,7 @@ def main() -> None:
             rows.append(measure(geometry, name, num_rows, TILINGS if arguments.tune else ()))
             print(json.dumps(rows[-1]), flush=True)
     if arguments.output:
-        write_report("gpu_kernels", arguments.output, rows)
+        write_report("gpu_kernels", arguments.output, rows, "cuda")
 
 
 if __name__ == "__main__":

@@ -9,21 +9,20 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import tempfile
 import time
 from collections import defaultdict
-from pathlib import Path
 from typing import get_args
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.geometries import GEOMETRIES
-from benchmarks.gpu_steps import METHODS, Setup, add_requests, capture_all, make_core, run_batch
+from benchmarks.gpu_engine import METHODS, Setup, add_requests, capture_asked, make_core, run_batch
 from engine.config import CudaGraphsName
 from engine.core import EngineCore
 
-NUM_STEPS = 50
+NUM_FIRST_STEPS, NUM_STEPS = 20, 50
+PROMPT_LEN = 128
 NUM_KERNELS_SHOWN = 10
 
 
@@ -38,15 +37,22 @@ def main() -> None:
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--graphs", default="auto", choices=get_args(CudaGraphsName))
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        setup = Setup(
-            arguments.geometry, arguments.speculator, arguments.k, arguments.backend, arguments.graphs
+    num_drafts = 0 if arguments.speculator == "none" else arguments.k
+    core = make_core(
+        Setup(
+            arguments.geometry,
+            arguments.speculator,
+            num_drafts,
+            backend=arguments.backend,
+            graphs=arguments.graphs,
         )
-        core = make_core(setup, Path(folder))
-    run_batch(core, arguments.batch, seed=1)  # asks for its graphs
-    capture_all(core)
-    add_requests(core, arguments.batch, seed=0)
-    for _ in range(20):  # prefill, and everything is compiled
+    )
+    run_batch(core, arguments.batch, seed=1, prompt_len=PROMPT_LEN, output_len=32)  # asks for its graphs
+    capture_asked(core)
+    # As long as every step may take k + 1 tokens.
+    num_tokens = (1 + num_drafts) * (NUM_FIRST_STEPS + 2 * NUM_STEPS + 10)
+    add_requests(core, arguments.batch, seed=0, prompt_len=PROMPT_LEN, output_len=num_tokens)
+    for _ in range(NUM_FIRST_STEPS):  # prefill, and everything is compiled
         core.step()
     print(
         f"{arguments.geometry}, speculator {arguments.speculator}, batch {arguments.batch}, graphs {arguments.graphs}"

@@ -1,229 +1,213 @@
 """Time per output token of the engine itself on a GPU: dummy weights of a stated geometry, random prompts, greedy.
 
-python -m benchmarks.gpu_steps [--geometry llama-3.1-8b] [--speculator none eagle3] [--batch 1 8 64] [--output FILE]
+python -m benchmarks.gpu_steps [--geometry llama-3.1-8b] [--speculator none eagle3] [--batch 1 8 64 256] [--output FILE]
 
 128 tokens in, 256 out, end tokens ignored, prefix cache off: the peer's settings. Three runs of each row; medians over
 requests of the time per output token and of the time between two outputs (a step) are printed with the spread over the
 runs. Graphs that the runs ask for are captured before them. Drafters have dummy weights too, and acceptance is
 synthetic: the first two drafts of a step are accepted, so with k = 4 it yields three tokens; only step times compare.
-`--prefill N` measures one request of N prompt tokens and one output token instead.
+`--prefill N` also measures one request of N prompt tokens and one output token, without drafts.
+
+A configuration that fails is a row with an error, and the others go on; rows are written as they come. A rehearsal of
+every code path without a GPU: `--device cpu --num-layers 2 --geometry smollm2-135m --output-tokens 8`.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 import statistics
-import tempfile
 import time
-from dataclasses import asdict, dataclass, replace
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
 
 from benchmarks.floor import floor_ms
-from benchmarks.geometries import DRAFTERS, GEOMETRIES
-from engine.config import CudaGraphsName, engine_config
+from benchmarks.geometries import GEOMETRIES
+from benchmarks.gpu_engine import (
+    METHODS,
+    NUM_ACCEPTED,
+    Setup,
+    add_requests,
+    capture_asked,
+    run_batch,
+    start,
+    write_report,
+)
+from engine.config import CudaGraphsName, NumericsName
 from engine.core import EngineCore
-from engine.messages import AddRequest
-from engine.params import SamplingParams
-from server.bench.environment import current_environment
-from server.bench.schema import BenchResult, write_result
 
-PROMPT_LEN, OUTPUT_LEN, NUM_RUNS = 128, 256, 3
-NUM_ACCEPTED = 2  # drafts of a step, at most
-METHODS = ("none", "ngram", "eagle3", "gemma4_mtp", "mtp")
+NUM_WARM_UP_TOKENS = 32  # of output, in the run that asks for graphs
+
+Row = dict[str, Any]
+Emit = Callable[[Row], None]
 
 
 @dataclass(frozen=True)
-class Setup:
-    geometry: str
-    speculator: str = "none"
-    num_drafts: int = 0
-    backend: str = "auto"
-    graphs: str = "auto"
+class Work:
+    """What is measured of each setup."""
+
+    batches: tuple[int, ...]
+    prompt_len: int
+    output_len: int
+    num_runs: int
+    prefill_len: int | None
+    deadline: float  # time.monotonic(); nothing else is begun after it
 
     @property
-    def is_possible(self) -> bool:
-        return self.speculator in ("none", "ngram") or (self.geometry, self.speculator) in DRAFTERS
+    def is_over(self) -> bool:
+        return time.monotonic() > self.deadline
 
 
-def make_core(setup: Setup, folder: Path) -> EngineCore:
-    config = {"torch_dtype": "bfloat16", "eos_token_id": 2, **GEOMETRIES[setup.geometry]}
-    (folder / "config.json").write_text(json.dumps(config))
-    return EngineCore(
-        engine_config(
-            model={"model": str(folder), "load_format": "dummy"},
-            device="cuda",
-            attention_backend=setup.backend,
-            cuda_graphs=setup.graphs,
-            scheduler={"max_num_seqs": 256, "max_num_batched_tokens": 16384, "max_prefill_stall": None},
-            cache={"enable_prefix_cache": False},
-            **_speculation(setup, folder),
-        )
-    )
+def measure(setup: Setup, work: Work, emit: Emit) -> None:
+    """A row for every batch size and one for the long prompt."""
+    core, start_seconds = start(setup)
+    try:
+        for batch in work.batches:
+            if work.is_over:
+                return
+            emit(_measure_batch(core, setup, work, batch, start_seconds))
+        if work.prefill_len and setup.speculator == "none" and not work.is_over:
+            emit(_measure_prefill(core, setup, work.prefill_len, work.num_runs, start_seconds))
+    finally:
+        core.close()
 
 
-def _speculation(setup: Setup, folder: Path) -> dict[str, Any]:
-    if setup.speculator == "none":
-        return {}
-    speculator: dict[str, Any] = {"method": setup.speculator, "k": setup.num_drafts}
-    drafter = DRAFTERS.get((setup.geometry, setup.speculator))
-    if drafter is not None:
-        (folder / "drafter").mkdir()
-        (folder / "drafter" / "config.json").write_text(json.dumps(drafter))
-        speculator["model"] = str(folder / "drafter")
-    if setup.speculator == "ngram":
-        speculator["options"] = {"min_n": "1"}
-    return {
-        "speculators": (speculator,),
-        "draft_policy": "first",
-        "allow_synthetic": True,
-        "synthetic_acceptance": [float(index < NUM_ACCEPTED) for index in range(setup.num_drafts)],
+def _measure_batch(core: EngineCore, setup: Setup, work: Work, batch: int, start_seconds: float) -> Row:
+    lengths = {"prompt_len": work.prompt_len, "output_len": work.output_len}
+    warm_up = min(NUM_WARM_UP_TOKENS, work.output_len)
+    run_batch(core, batch, seed=10_000 + batch, prompt_len=work.prompt_len, output_len=warm_up)
+    captures_ms = capture_asked(core)
+    runs = [run_batch(core, batch, seed=100 * batch + index, **lengths) for index in range(work.num_runs)]
+    tpots = [run.tpot_ms(work.output_len) for run in runs]
+    row = {
+        **setup.describe(),
+        "batch": batch,
+        "prompt_tokens": work.prompt_len,
+        "output_tokens": work.output_len,
+        "runs": work.num_runs,
+        "tpot_ms": statistics.median(tpots),
+        "step_ms": statistics.median(run.step_ms() for run in runs),
+        "spread": max(tpots) / min(tpots) - 1,
+        "replayed_share": min(run.replayed_share for run in runs),
+        "capture_ms": max(captures_ms, default=None),
+        "start_seconds": start_seconds,
     }
+    if setup.num_layers is None:
+        row["floor_ms"] = floor_ms(setup.geometry, batch, setup.speculator, setup.num_drafts)
+        row["step_over_floor"] = row["step_ms"] / row["floor_ms"]
+    if setup.speculator != "none":
+        row["acceptance"] = f"synthetic: {min(NUM_ACCEPTED, setup.num_drafts)} drafts of a step"
+        row["acceptance_length"] = min(run.acceptance_length(setup.speculator) for run in runs)
+    return row
 
 
-def add_requests(
-    core: EngineCore, batch: int, seed: int, prompt_len: int = PROMPT_LEN, output_len: int = OUTPUT_LEN
-) -> None:
-    """Random prompts, other ones for every seed. They repeat themselves, so that prompt lookup finds something."""
-    generator = torch.Generator().manual_seed(seed)
-    params = SamplingParams(max_tokens=output_len, temperature=0.0, ignore_eos=True)
-    for index in range(batch):
-        prompt = torch.randint(3, 40000, (prompt_len // 2,), generator=generator).tolist() * 2
-        core.handle(AddRequest(request_id=f"{seed}-{index}", prompt_token_ids=prompt, params=params))
-
-
-@dataclass(frozen=True)
-class RunTimes:
-    """Medians over the requests, milliseconds."""
-
-    tpot_ms: float
-    step_ms: float
-
-
-def run_batch(core: EngineCore, batch: int, seed: int) -> RunTimes:
-    add_requests(core, batch, seed)
-    times: dict[str, list[float]] = {}
-    while core.has_work:
-        message = core.step()
-        now = time.perf_counter()
-        for output in message.outputs if message else ():
-            if output.token_ids:
-                times.setdefault(output.request_id, []).append(now)
-    return RunTimes(
-        tpot_ms=statistics.median((t[-1] - t[0]) / (OUTPUT_LEN - 1) for t in times.values()) * 1e3,
-        step_ms=statistics.median((t[-1] - t[0]) / (len(t) - 1) for t in times.values()) * 1e3,
-    )
-
-
-def capture_all(core: EngineCore) -> None:
-    while core.prepare():
-        pass
-
-
-def start(setup: Setup) -> tuple[EngineCore, float]:
-    """The engine, and the seconds that it took to be ready."""
-    with tempfile.TemporaryDirectory() as folder:
-        started = time.perf_counter()
-        core = make_core(setup, Path(folder))
-        seconds = time.perf_counter() - started
-    print(f"{setup}: ready after {seconds:.1f} s", flush=True)
-    return core, seconds
-
-
-def measure(setup: Setup, batches: list[int]) -> list[dict[str, Any]]:
-    """One row a batch size."""
-    core, start_seconds = start(setup)
-    rows = []
-    for batch in batches:
-        run_batch(core, batch, seed=10_000 + batch)  # asks for its graphs
-        capture_all(core)
-        times = [run_batch(core, batch, seed=100 * batch + index) for index in range(NUM_RUNS)]
-        tpots = [run.tpot_ms for run in times]
-        row = {
-            **asdict(setup),
-            "batch": batch,
-            "tpot_ms": statistics.median(tpots),
-            "step_ms": statistics.median(run.step_ms for run in times),
-            "spread": max(tpots) / min(tpots) - 1,
-            "synthetic_acceptance_length": 1 + min(setup.num_drafts, NUM_ACCEPTED),
-            "floor_ms": floor_ms(setup.geometry, batch, setup.speculator, setup.num_drafts),
-            "start_seconds": start_seconds,
-        }
-        rows.append(row)
-        print(json.dumps(row), flush=True)
-    _end(core)
-    return rows
-
-
-def measure_prefill(setup: Setup, prompt_len: int) -> dict[str, Any]:
-    core, start_seconds = start(setup)
+def _measure_prefill(
+    core: EngineCore, setup: Setup, prompt_len: int, num_runs: int, start_seconds: float
+) -> Row:
     times = []
-    for seed in range(1 + 5):
-        add_requests(core, 1, seed, prompt_len, output_len=1)
+    for seed in range(1 + num_runs):  # the first is not counted
+        add_requests(core, 1, seed, prompt_len=prompt_len, output_len=1)
         started = time.perf_counter()
         while core.has_work:
             core.step()
         times.append(time.perf_counter() - started)
-    row = {
-        **asdict(setup),
+    return {
+        **setup.describe(),
         "prompt_tokens": prompt_len,
+        "runs": num_runs,
         "prefill_ms": statistics.median(times[1:]) * 1e3,
         "spread": max(times[1:]) / min(times[1:]) - 1,
         "start_seconds": start_seconds,
     }
-    print(json.dumps(row), flush=True)
-    _end(core)
-    return row
 
 
-def _end(core: EngineCore) -> None:
-    core.close()
-    del core
-    torch.cuda.empty_cache()
+def measure_all(setups: list[Setup], work: Work, emit: Emit) -> None:
+    for setup in setups:
+        if work.is_over:
+            print(f"no time is left for {setup.describe()}", flush=True)
+            continue
+        try:
+            measure(setup, work, emit)
+        except Exception as error:  # whatever it is: the other configurations are worth their own attempt
+            traceback.print_exc()
+            emit({**setup.describe(), "error": f"{type(error).__name__}: {error}"[:300]})
+        gc.collect()  # the engine's parts refer to each other
+        if setup.device == "cuda":
+            torch.cuda.empty_cache()
 
 
-def write_report(benchmark: str, path: Path, rows: list[dict[str, Any]]) -> None:
-    environment = current_environment(device=torch.cuda.get_device_name(), num_threads=None)
-    write_result(BenchResult(benchmark=benchmark, environment=environment, seed=0, rows=rows), path)
-
-
-def main() -> None:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--geometry", nargs="+", default=list(GEOMETRIES), choices=list(GEOMETRIES))
     parser.add_argument("--speculator", nargs="+", default=["none"], choices=METHODS)
     parser.add_argument("--k", nargs="+", type=int, default=[4], help="drafts of a step")
-    parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 64])
+    parser.add_argument("--batch", nargs="*", type=int, default=[1, 8, 64])
     parser.add_argument("--prefill", type=int, metavar="TOKENS")
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--output-tokens", type=int, default=256)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--graphs", nargs="+", default=["auto"], choices=get_args(CudaGraphsName))
+    parser.add_argument("--numerics", nargs="+", default=["auto"], choices=get_args(NumericsName))
+    parser.add_argument("--num-layers", type=int, help="fewer than the geometry has: a rehearsal")
+    parser.add_argument("--kv-cache-bytes", type=int, help="default: the engine's share of the memory")
+    parser.add_argument(
+        "--time-limit", type=float, default=float("inf"), metavar="SECONDS", help="nothing is begun after it"
+    )
     parser.add_argument("--output", type=Path)
-    arguments = parser.parse_args()
-    rows: list[dict[str, Any]] = []
-    for setup in setups(arguments):
-        if arguments.prefill:
-            rows.append(measure_prefill(setup, arguments.prefill))
-        else:
-            rows += measure(setup, arguments.batch)
-        if arguments.output:
-            write_report("gpu_steps", arguments.output, rows)
+    return parser
 
 
-def setups(arguments: argparse.Namespace) -> list[Setup]:
+def setups_of(arguments: argparse.Namespace) -> list[Setup]:
     combinations = itertools.product(
-        arguments.geometry, arguments.speculator, arguments.k, [arguments.backend], arguments.graphs
+        arguments.geometry, arguments.speculator, arguments.k, arguments.graphs, arguments.numerics
     )
     wanted = [
-        replace(setup, num_drafts=0) if setup.speculator == "none" else setup
-        for setup in (Setup(*values) for values in combinations)
-        if setup.is_possible
+        Setup(
+            geometry=geometry,
+            speculator=speculator,
+            num_drafts=0 if speculator == "none" else num_drafts,
+            device=arguments.device,
+            backend=arguments.backend,
+            graphs=graphs,
+            numerics=numerics,
+            num_layers=arguments.num_layers,
+            kv_cache_bytes=arguments.kv_cache_bytes,
+        )
+        for geometry, speculator, num_drafts, graphs, numerics in combinations
     ]
-    return list(dict.fromkeys(wanted))
+    return list(dict.fromkeys(setup for setup in wanted if setup.is_possible))
+
+
+def main(words: list[str] | None = None) -> None:
+    arguments = make_parser().parse_args(words)
+    rows: list[Row] = []
+
+    def emit(row: Row) -> None:
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+        if arguments.output:
+            write_report("gpu_steps", arguments.output, rows, arguments.device)
+
+    work = Work(
+        batches=tuple(arguments.batch),
+        prompt_len=arguments.prompt_tokens,
+        output_len=arguments.output_tokens,
+        num_runs=arguments.runs,
+        prefill_len=arguments.prefill,
+        deadline=time.monotonic() + arguments.time_limit,
+    )
+    measure_all(setups_of(arguments), work, emit)
 
 
 if __name__ == "__main__":

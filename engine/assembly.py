@@ -46,6 +46,7 @@ from engine.text.incremental_decoder import IncrementalDecoder, load_tokenizer
 from engine.worker.graph_setup import init_graphs, make_captures, with_graphs
 from engine.worker.memory import allocate_caches, choose_num_blocks
 from engine.worker.model_runner import ModelRunner
+from engine.worker.numerics import set_numerics
 from engine.worker.target import EagerTarget
 
 
@@ -114,6 +115,7 @@ def assemble(
     max_model_len = min(config.max_model_len or model.max_position_embeddings, model.max_position_embeddings)
     # Before the KV cache takes its share of what is free: the ratio test keeps whole distributions.
     rule = _make_rule(config, loaded, device)
+    numerics = set_numerics(config, loaded, device)
     # Steps overlap where launching does not wait for the result.
     depth = config.max_steps_in_flight or (2 if device.type == "cuda" else 1)
     num_blocks = choose_num_blocks(
@@ -128,6 +130,7 @@ def assemble(
         _describe(config, loaded, groups, num_blocks, max_model_len),
         device=str(device),
         max_steps_in_flight=depth,
+        numerics=numerics,
         speculators=tuple(speculators),
         startup_seconds=dict(startup_seconds or {}),
     )
@@ -209,7 +212,7 @@ def _make_runner(
     device: torch.device,
 ) -> ModelRunner:
     """Allocate the KV caches, the target's and the drafter's, and bind everything that lives on the device."""
-    backend = make_attention_backend(config.attention_backend, device)
+    backend = make_attention_backend(config.attention_backend, device, info.numerics == "exact")
     # One row more than requests may have: it pads captured steps.
     block_tables = BlockTables(
         len(groups), info.max_num_seqs + 1, info.max_model_len, info.block_size, device

@@ -92,6 +92,7 @@ class ModelInfo(msgspec.Struct, tag=True, kw_only=True, frozen=True):
     max_num_seqs: int
     max_num_batched_tokens: int
     max_steps_in_flight: int
+    numerics: str = "fast"  # or "exact": EngineConfig.numerics, as it turned out
     speculators: tuple[str, ...] = ()  # methods that are loaded, registry names
     default_speculator: str = "none"
     synthetic_acceptance: tuple[

@@ -36,10 +36,13 @@ def _drafters_do_not_raise(request: pytest.FixtureRequest) -> Iterator[None]:
         pytest.fail("a draft method raised:\n" + "\n".join(raised))
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
+    """Tests of the GPU are skipped where there is none; tests of kernels belong to them where there is one."""
+    has_device = torch.cuda.is_available()
     skip = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
-        if "gpu" in item.keywords:
+        if has_device and item.path.parent.name == "kernels":
+            item.add_marker(pytest.mark.gpu)
+        if not has_device and "gpu" in item.keywords:
             item.add_marker(skip)

@@ -12,22 +12,22 @@ import numpy as np
 import torch
 
 from engine.device import to_device
-from engine.kv_spec import PAD_SLOT_ID
+from engine.kernels.step_inputs import slots_of
 from engine.step import BlockTableUpdate
 
 
 class BlockTables:
-    """tables[group]: [max_num_rows, max_blocks] int32."""
+    """stacked: [num_groups, max_num_rows, max_blocks] int32; tables: the same by group."""
 
     def __init__(
         self, num_groups: int, max_num_rows: int, max_model_len: int, block_size: int, device: torch.device
     ) -> None:
         self.block_size = block_size
         self.max_blocks = -(-max_model_len // block_size)
-        self.tables = tuple(
-            torch.zeros(max_num_rows, self.max_blocks, dtype=torch.int32, device=device)
-            for _ in range(num_groups)
+        self.stacked = torch.zeros(
+            num_groups, max_num_rows, self.max_blocks, dtype=torch.int32, device=device
         )
+        self.tables = self.stacked.unbind()
         self._device = device
 
     def apply(self, updates: Sequence[BlockTableUpdate]) -> None:
@@ -52,7 +52,4 @@ class BlockTables:
         Example, block_size 4, table of the row [7, 2]: position 5 -> block index 1 -> block 2 -> slot 2 * 4 + 1 = 9.
         Positions at or beyond the row's limit get PAD_SLOT_ID: what they would store can never be emitted.
         """
-        block_index = torch.div(positions, self.block_size, rounding_mode="floor")
-        block_ids = self.tables[group][rows, block_index.clamp(max=self.max_blocks - 1)].to(torch.int64)
-        slots = block_ids * self.block_size + positions % self.block_size
-        return torch.where(positions < limits, slots, PAD_SLOT_ID)
+        return slots_of(self.tables[group], rows, positions, limits, self.block_size)

@@ -17,6 +17,7 @@ from engine.attention.metadata import AttentionInputs
 from engine.batch.block_tables import BlockTables
 from engine.batch.request_rows import RequestRows
 from engine.device import to_device
+from engine.kernels.step_inputs import StepLayout, step_inputs
 from engine.step import ScheduledRequest
 
 
@@ -39,10 +40,13 @@ class InputBatch:
     input_ids: torch.Tensor  # [num_tokens] int64
     logits_indices: torch.Tensor  # [num_logits] int64; token index of each logits row
     logits_start: torch.Tensor  # [num_reqs + 1] int64; first logits row of each request
-    logits_reqs: torch.Tensor  # [num_logits] int64; batch index
     logits_rows: torch.Tensor  # [num_logits] int64; request row
     logits_positions: torch.Tensor  # [num_logits] int64; position of the token to draw
     logits_row_list: list[int]  # `logits_rows` on the host
+    logits_steps: torch.Tensor  # [num_logits] int64; index of the logits row within its request
+    draft_ids: (
+        torch.Tensor
+    )  # [num_logits] int64; the draft that the row decides about, -1 where there is none
     attention: AttentionInputs
 
     @property
@@ -53,10 +57,14 @@ class InputBatch:
     def is_decode_only(self) -> bool:
         return not any(entry.is_prefill for entry in self.scheduled)
 
+    def of_logits_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, ...] -> [num_logits, ...]; the tensor itself where logits are computed of every token."""
+        return tensor if len(self.logits_indices) == len(tensor) else tensor[self.logits_indices]
+
 
 @dataclass(frozen=True, kw_only=True)
 class BatchLayout:
-    """Which tokens of which rows a step computes: all that the host decides. Tensors are int64, on the device."""
+    """Which tokens of which rows a step computes: all that the host decides."""
 
     scheduled: Sequence[ScheduledRequest]
     row_list: list[int]
@@ -64,73 +72,61 @@ class BatchLayout:
     max_seq_lens: list[int]
     logits_row_list: list[int]
     max_drafts: int
-    rows: torch.Tensor  # [num_reqs]
-    planned_starts: torch.Tensor  # [num_reqs]; -1: where the row's computed tokens end
-    lens: torch.Tensor  # [num_reqs]; a decode may have more tokens than the last one and its drafts: padding
-    planned_drafts: torch.Tensor  # [num_reqs]; drafts to verify, at most
-    wanted_drafts: torch.Tensor  # [num_reqs]; drafts to make
-    query_start: torch.Tensor  # [num_reqs + 1]
-    logits_start: torch.Tensor  # [num_reqs + 1]
-    token_reqs: torch.Tensor  # [num_tokens]; batch index
-    token_offsets: torch.Tensor  # [num_tokens]; within its request
-    logits_reqs: torch.Tensor  # [num_logits]; batch index
-    logits_indices: torch.Tensor  # [num_logits]; token index
+    wanted_drafts: torch.Tensor  # [num_reqs] int64; drafts to make
+    tensors: StepLayout
 
 
 def gather_batch(
     scheduled: Sequence[ScheduledRequest], rows: RequestRows, block_tables: BlockTables
 ) -> InputBatch:
     """Build the batch of a plan's `scheduled` list. No host sync."""
-    return derive_batch(_lay_out(scheduled, rows.device), rows, block_tables)
+    return derive_batch(lay_out(scheduled, rows.device), rows, block_tables)
 
 
 def derive_batch(layout: BatchLayout, rows: RequestRows, block_tables: BlockTables) -> InputBatch:
     """Join the layout with what the rows know: launches only, so that they may be captured."""
-    row_ids = layout.rows
-    computed = rows.num_computed_tokens[row_ids].to(torch.int64)
-    starts = torch.where(layout.planned_starts >= 0, layout.planned_starts, computed)
-    positions = starts[layout.token_reqs] + layout.token_offsets
-    token_rows = row_ids[layout.token_reqs]
-    is_prefill = layout.planned_starts >= 0
-    ends = starts + torch.where(is_prefill, layout.lens, 1 + layout.planned_drafts)
-    # Behind the limit nothing is stored: tokens there see what is, and what they give is never emitted.
-    ends = torch.minimum(ends, rows.token_limit[row_ids])
-    token_limits = ends[layout.token_reqs]
+    tensors = layout.tensors
+    inputs = step_inputs(
+        tensors,
+        rows,
+        block_tables.stacked,
+        block_tables.block_size,
+        max_query_len=max(layout.query_lens),
+        num_ahead=rows.max_drafts + 1,
+    )
     attention = AttentionInputs(
         query_lens=layout.query_lens,
         max_seq_lens=layout.max_seq_lens,
-        query_start_loc=layout.query_start.to(torch.int32),
-        seq_lens=ends.to(torch.int32),
-        positions=positions,
-        block_tables=tuple(table[row_ids] for table in block_tables.tables),
-        slot_mappings=tuple(
-            block_tables.slot_mapping(group, token_rows, positions, token_limits)
-            for group in range(len(block_tables.tables))
-        ),
+        query_start_loc=tensors.query_start_loc,
+        seq_lens=inputs.seq_lens,
+        positions=inputs.positions,
+        block_tables=inputs.block_tables.unbind(),
+        slot_mappings=inputs.slot_mappings.unbind(),
         block_size=block_tables.block_size,
     )
     return InputBatch(
         scheduled=layout.scheduled,
         row_list=layout.row_list,
-        rows=row_ids,
-        starts=starts,
-        query_lens=layout.lens,
-        is_prefill=is_prefill,
-        num_drafts=torch.minimum(rows.num_drafts[row_ids].to(torch.int64), layout.planned_drafts),
+        rows=tensors.rows,
+        starts=inputs.starts,
+        query_lens=tensors.lens,
+        is_prefill=tensors.is_prefill,
+        num_drafts=inputs.num_drafts,
         num_wanted=layout.wanted_drafts,
         max_drafts=layout.max_drafts,
-        input_ids=rows.token_history[token_rows, positions].to(torch.int64),
-        logits_indices=layout.logits_indices,
-        logits_start=layout.logits_start,
-        logits_reqs=layout.logits_reqs,
-        logits_rows=row_ids[layout.logits_reqs],
-        logits_positions=positions[layout.logits_indices] + 1,
+        input_ids=inputs.input_ids,
+        logits_indices=tensors.logits_indices,
+        logits_start=tensors.logits_start,
+        logits_rows=inputs.logits_rows,
+        logits_positions=inputs.logits_positions,
         logits_row_list=layout.logits_row_list,
+        logits_steps=tensors.logits_steps,
+        draft_ids=inputs.draft_ids,
         attention=attention,
     )
 
 
-def _lay_out(scheduled: Sequence[ScheduledRequest], device: torch.device) -> BatchLayout:
+def lay_out(scheduled: Sequence[ScheduledRequest], device: torch.device) -> BatchLayout:
     """The plan as arrays, in one copy."""
     query_lens = [entry.num_tokens for entry in scheduled]
     num_logits = [1 + entry.num_drafts if entry.samples else 0 for entry in scheduled]
@@ -143,27 +139,25 @@ def _lay_out(scheduled: Sequence[ScheduledRequest], device: torch.device) -> Bat
     logits_start = _exclusive_cumsum(logits_lens)
     req_of_token = np.repeat(np.arange(num_reqs), lens)
     req_of_logit = np.repeat(np.arange(num_reqs), logits_lens)
+    logits_steps = np.arange(len(req_of_logit)) - logits_start[req_of_logit]
     # A request's logits rows are its last ones: token index = end of its tokens - its number of logits + j.
-    logits_indices = (
-        (query_start[1:] - logits_lens)[req_of_logit]
-        + np.arange(len(req_of_logit))
-        - logits_start[req_of_logit]
-    )
+    logits_indices = (query_start[1:] - logits_lens)[req_of_logit] + logits_steps
     host = [
         np.array(row_list, dtype=np.int64),
         np.array([entry.start for entry in scheduled], dtype=np.int64),
-        lens,
         np.array([entry.num_drafts for entry in scheduled], dtype=np.int64),
         np.array([entry.num_next_drafts for entry in scheduled], dtype=np.int64),
+        lens,
         query_start,
         logits_start,
         req_of_token,
         np.arange(len(req_of_token)) - query_start[req_of_token],
         req_of_logit,
+        logits_steps,
         logits_indices,
     ]
-    (row_ids, planned_starts, dev_lens, planned_drafts, wanted_drafts, dev_query_start, dev_logits_start,
-     token_reqs, token_offsets, logits_reqs, dev_logits_indices) = _copy_packed(host, device)  # fmt: skip
+    (row_ids, planned_starts, planned_drafts, wanted_drafts, dev_lens, dev_query_start, dev_logits_start, token_reqs,
+     token_offsets, logits_reqs, dev_logits_steps, dev_logits_indices) = _copy_packed(host, device)  # fmt: skip
     return BatchLayout(
         scheduled=scheduled,
         row_list=row_list,
@@ -171,17 +165,21 @@ def _lay_out(scheduled: Sequence[ScheduledRequest], device: torch.device) -> Bat
         max_seq_lens=[entry.max_seq_len for entry in scheduled],
         logits_row_list=[row for row, count in zip(row_list, num_logits, strict=True) for _ in range(count)],
         max_drafts=max((entry.num_drafts for entry in scheduled), default=0),
-        rows=row_ids,
-        planned_starts=planned_starts,
-        lens=dev_lens,
-        planned_drafts=planned_drafts,
         wanted_drafts=wanted_drafts,
-        query_start=dev_query_start,
-        logits_start=dev_logits_start,
-        token_reqs=token_reqs,
-        token_offsets=token_offsets,
-        logits_reqs=logits_reqs,
-        logits_indices=dev_logits_indices,
+        tensors=StepLayout(
+            rows=row_ids,
+            planned_starts=planned_starts,
+            planned_drafts=planned_drafts,
+            lens=dev_lens,
+            is_prefill=planned_starts >= 0,
+            query_start_loc=dev_query_start.to(torch.int32),
+            logits_start=dev_logits_start,
+            token_reqs=token_reqs,
+            token_offsets=token_offsets,
+            logits_reqs=logits_reqs,
+            logits_steps=dev_logits_steps,
+            logits_indices=dev_logits_indices,
+        ),
     )
 
 
@@ -201,7 +199,7 @@ def lay_out_decode(
     num_reqs, width = len(rows), 1 + max_drafts
     starts = torch.arange(num_reqs + 1, device=rows.device) * width
     tokens = torch.arange(num_reqs * width, device=rows.device)
-    token_reqs = tokens // width
+    reqs, offsets = tokens // width, tokens % width
     return BatchLayout(
         scheduled=(),
         row_list=[],
@@ -209,17 +207,21 @@ def lay_out_decode(
         max_seq_lens=[max_seq_len] * num_reqs,
         logits_row_list=[],
         max_drafts=max_drafts,
-        rows=rows,
-        planned_starts=torch.full_like(rows, -1),
-        lens=torch.full_like(rows, width),
-        planned_drafts=planned_drafts,
         wanted_drafts=wanted_drafts,
-        query_start=starts,
-        logits_start=starts,
-        token_reqs=token_reqs,
-        token_offsets=tokens % width,
-        logits_reqs=token_reqs,
-        logits_indices=tokens,
+        tensors=StepLayout(
+            rows=rows,
+            planned_starts=torch.full_like(rows, -1),
+            planned_drafts=planned_drafts,
+            lens=torch.full_like(rows, width),
+            is_prefill=torch.zeros_like(rows, dtype=torch.bool),
+            query_start_loc=starts.to(torch.int32),
+            logits_start=starts,
+            token_reqs=reqs,
+            token_offsets=offsets,
+            logits_reqs=reqs,
+            logits_steps=offsets,
+            logits_indices=tokens,
+        ),
     )
 
 
@@ -231,6 +233,11 @@ def _exclusive_cumsum(values: np.ndarray) -> np.ndarray:
 
 
 def _copy_packed(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """One copy for all int64 arrays; returns views of it."""
-    packed = to_device(np.concatenate(arrays), device)
-    return list(torch.split(packed, [len(array) for array in arrays]))
+    """One copy for all int64 arrays; returns views of it, each aligned to 16 bytes: kernels are compiled anew for other
+    alignments."""
+    lengths = [len(array) + len(array) % 2 for array in arrays]
+    packed = np.zeros(sum(lengths), dtype=np.int64)
+    for part, array in zip(np.split(packed, np.cumsum(lengths)[:-1]), arrays, strict=True):
+        part[: len(array)] = array
+    views = torch.split(to_device(packed, device), lengths)
+    return [view[: len(array)] for view, array in zip(views, arrays, strict=True)]

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from engine.device import to_device
+from engine.kernels.emit_runs import write_tokens_reference
 from engine.step import NewRow
 
 
@@ -68,11 +69,4 @@ class RequestRows:
 
         row_ids, first, counts: [num_reqs] int64, rows distinct; token_ids: [num_reqs, width] int64.
         """
-        offsets = torch.arange(token_ids.shape[1], device=token_ids.device)
-        # What is masked is written back to where it was; beyond the end that is the last column, which no valid
-        # token ever uses (capacity is one more than the longest history with drafts).
-        positions = (first[:, None] + offsets).clamp(max=self.token_history.shape[1] - 1)
-        index = row_ids[:, None].expand_as(positions)
-        old = self.token_history[index, positions]
-        mask = offsets < counts[:, None]
-        self.token_history[index, positions] = torch.where(mask, token_ids.to(torch.int32), old)
+        write_tokens_reference(self.token_history, row_ids, first, token_ids, counts)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from engine.kernels.dependent_launch import begin, launch_options
 from engine.kernels.rms_norm import NormForm, rms_norm_reference
 from engine.kernels.triton_support import jit, next_power_of_2, tl
 
@@ -58,7 +59,9 @@ def _add_normed_kernel(
     HAS_SCALE: tl.constexpr,
     HAS_NEXT: tl.constexpr,
     COMPUTE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    begin(OVERLAPS)
     start = tl.program_id(0).to(tl.int64) * SIZE
     columns = tl.arange(0, WIDTH)
     mask = columns < SIZE
@@ -109,5 +112,6 @@ def add_normed_triton(
         HAS_NEXT=next_weight is not None,
         COMPUTE=tl.float64 if x.dtype == torch.float64 else tl.float32,
         num_warps=min(max(width // 256, 1), 8),
+        **launch_options(x.device),
     )
     return total, y

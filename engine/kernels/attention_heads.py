@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.kernels.dependent_launch import begin, launch_options
 from engine.kernels.rms_norm import NormForm, rms_norm
 from engine.kernels.rotary import rotate
 from engine.kernels.triton_support import jit, next_power_of_2, tl
@@ -92,7 +93,9 @@ def _store_heads_kernel(
     ROUNDS_FIRST: tl.constexpr,
     HAS_VALUE_NORM: tl.constexpr,
     COMPUTE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    begin(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     dtype = query_ptr.dtype.element_ty
@@ -187,5 +190,6 @@ def store_heads(
         HAS_VALUE_NORM=layout.value_eps is not None,
         COMPUTE=tl.float64 if heads.dtype == torch.float64 else tl.float32,
         num_warps=1 if width <= 128 else 2,
+        **launch_options(heads.device),
     )
     return query

@@ -1,4 +1,5 @@
-"""What the attention kernels share: which request a program belongs to, and the merging of a context's segments.
+"""What the attention kernels share: which request a program belongs to, and the merging of a context's segments (in
+exact numerics, whose parts are folded bit for bit alike wherever it happens: `fold`).
 
 Query blocks: a block of BLOCK_Q tokens belongs to one request; request r begins at block query_start[r] // BLOCK_Q + r.
 Segments (flash decoding, Dao et al. 2023): programs leave, by (token, head, segment), the weighted sum of values
@@ -10,6 +11,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from engine.kernels.dependent_launch import begin
 
 
 @triton.jit
@@ -41,8 +44,10 @@ def merge_segments_kernel(
     HEAD_PAD: tl.constexpr,
     SEGMENT_SIZE: tl.constexpr,
     NUM_SEGMENTS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """One program a (token, head). Reads exactly the segments that hold a key the row sees."""
+    begin(OVERLAPS)
     token = tl.program_id(0)
     head = tl.program_id(1)
     position = tl.load(positions_ptr + token)
@@ -71,4 +76,62 @@ def merge_segments_kernel(
         out_ptr + token * out_stride_token + head * out_stride_head + dims,
         result.to(out_ptr.dtype.element_ty),
         mask=dims < HEAD_SIZE,
+    )
+
+
+@triton.jit
+def fold(peak, total, acc, part_peak, part_total, part):
+    """The state of rows after one more segment. peak, total: [rows]; acc: [rows, HEAD_PAD]; float32."""
+    new_peak = tl.maximum(peak, part_peak)
+    shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    decay = tl.exp2(peak - shift)
+    part_decay = tl.exp2(part_peak - shift)
+    # Written out: compilers may choose which of two products a sum swallows.
+    total = tl.fma(part_total, part_decay, total * decay)
+    acc = tl.fma(part, tl.broadcast_to(part_decay[:, None], part.shape), acc * decay[:, None])
+    return new_peak, total, acc
+
+
+@triton.jit
+def fold_segments_kernel(
+    partial_ptr,
+    stats_ptr,
+    out_ptr,
+    positions_ptr,
+    out_stride_token,
+    out_stride_head,
+    WINDOW: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    NUM_SEGMENTS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """One program a (token, head). Reads exactly the segments that hold a key the row sees."""
+    begin(OVERLAPS)
+    token = tl.program_id(0)
+    head = tl.program_id(1)
+    position = tl.load(positions_ptr + token)
+    first = 0
+    if WINDOW > 0:
+        first = (tl.maximum(position - WINDOW + 1, 0) // SEGMENT).to(tl.int32)
+    last = tl.minimum(position // SEGMENT, NUM_SEGMENTS - 1).to(tl.int32)
+    row = tl.zeros([1], tl.int32)
+    dims = tl.arange(0, HEAD_PAD)
+    peak = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    acc = tl.zeros([1, HEAD_PAD], tl.float32)
+    for segment in range(first, last + 1):
+        slot = (token * NUM_HEADS + head) * NUM_SEGMENTS + segment + row
+        part_peak = tl.load(stats_ptr + slot * 2)
+        part_total = tl.load(stats_ptr + slot * 2 + 1)
+        places = partial_ptr + slot[:, None] * HEAD_SIZE + dims[None, :]
+        part = tl.load(places, mask=(dims < HEAD_SIZE)[None, :], other=0.0)
+        peak, total, acc = fold(peak, total, acc, part_peak, part_total, part)
+    result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+    tl.store(
+        out_ptr + token * out_stride_token + head * out_stride_head + row[:, None] + dims[None, :],
+        result.to(out_ptr.dtype.element_ty),
+        mask=(dims < HEAD_SIZE)[None, :],
     )

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
+from engine.kernels.dependent_launch import begin, launch_options
 from engine.kernels.triton_support import jit, next_power_of_2, tl
 
 ActivationName = Literal["silu", "gelu_tanh"]
@@ -44,7 +45,9 @@ def _gated_activation_kernel(
     BLOCK: tl.constexpr,
     IS_SILU: tl.constexpr,
     COMPUTE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    begin(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < SIZE
@@ -75,5 +78,6 @@ def gated_activation_triton(gate_up: torch.Tensor, activation: ActivationName) -
         BLOCK=block,
         IS_SILU=activation == "silu",
         COMPUTE=tl.float64 if gate_up.dtype == torch.float64 else tl.float32,
+        **launch_options(gate_up.device),
     )
     return y

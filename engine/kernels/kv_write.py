@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.dependent_launch import begin, launch_options
 from engine.kv_spec import PAD_SLOT_ID
 
 
@@ -43,7 +44,9 @@ def _kv_write_kernel(
     NUM_VALUES: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    begin(OVERLAPS)
     token = tl.program_id(0)
     slot = tl.load(slot_mapping_ptr + token)
     if slot < 0:
@@ -81,4 +84,5 @@ def kv_write(
         NUM_VALUES=num_values,
         HEAD_SIZE=head_size,
         WIDTH=triton.next_power_of_2(num_values),
+        **launch_options(key.device),
     )

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.attention_segments import find_request, merge_segments_kernel
+from engine.kernels.dependent_launch import begin, launch_options
 
 SEGMENT = 256  # keys of one program where a context is split: with one KV head, little else runs in parallel
 MAX_SPLIT_QUERY_LEN = 16  # query tokens of a request; longer ones have parallelism enough
@@ -77,7 +78,9 @@ def _latent_attention_kernel(
     TILE: tl.constexpr,
     SEGMENT_SIZE: tl.constexpr,
     NUM_SEGMENTS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    begin(OVERLAPS)
     q_block = tl.program_id(0)
     request = find_request(query_start_ptr, q_block, num_reqs, BLOCK_Q)
     query_start = tl.load(query_start_ptr + request)
@@ -220,6 +223,7 @@ def latent_attention(
         NUM_SEGMENTS=num_segments,
         num_warps=8,
         num_stages=2,
+        **launch_options(query.device),
     )
     if is_split:
         merge_segments_kernel[(num_tokens, num_heads)](
@@ -236,5 +240,6 @@ def latent_attention(
             SEGMENT_SIZE=segment,
             NUM_SEGMENTS=num_segments,
             num_warps=4,
+            **launch_options(query.device),
         )
     return out

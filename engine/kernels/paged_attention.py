@@ -29,6 +29,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.attention_segments import find_request, merge_segments_kernel
+from engine.kernels.dependent_launch import begin, launch_options
 from engine.kernels.triton_support import shared_memory_bytes
 
 SEGMENTS = (
@@ -109,7 +110,9 @@ def _paged_attention_kernel(
     SEGMENT_SIZE: tl.constexpr,
     NUM_SEGMENTS: tl.constexpr,
     MERGES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    begin(OVERLAPS)
     q_block = tl.program_id(0)
     kv_head = tl.program_id(1)
     request = find_request(query_start_ptr, q_block, num_reqs, BLOCK_Q)
@@ -292,6 +295,7 @@ def paged_attention(
         "HEAD_PAD": head_pad,
         "SEGMENT_SIZE": segment,
         "NUM_SEGMENTS": num_segments,
+        **launch_options(query.device),
     }
     grid = (num_tokens // block_q + len(seq_lens), num_kv_heads, num_segments)
     merges = (

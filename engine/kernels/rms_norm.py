@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from engine.kernels.dependent_launch import begin, launch_options
 from engine.kernels.triton_support import jit, next_power_of_2, tl
 
 
@@ -73,7 +74,9 @@ def _rms_norm_kernel(
     HAS_WEIGHT: tl.constexpr,
     ROUNDS_FIRST: tl.constexpr,
     COMPUTE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    begin(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     start = (row // num_inner) * stride_outer + (row % num_inner) * stride_inner
     columns = tl.arange(0, WIDTH)
@@ -137,4 +140,5 @@ def _launch(
         ROUNDS_FIRST=form.rounds_first,
         COMPUTE=tl.float64 if x.dtype == torch.float64 else tl.float32,
         num_warps=min(max(width // 256, 1), 8),
+        **launch_options(x.device),
     )

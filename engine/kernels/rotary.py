@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import torch
 
+from engine.kernels.dependent_launch import begin, launch_options
 from engine.kernels.triton_support import jit, next_power_of_2, tl
 
 
@@ -39,7 +40,9 @@ def _rotate_kernel(
     HEAD_SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
     COMPUTE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    begin(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     token, head = row // NUM_HEADS, row % NUM_HEADS
     dims = tl.arange(0, WIDTH)
@@ -70,5 +73,6 @@ def rotate_triton(x: torch.Tensor, cosine: torch.Tensor, signed_sine: torch.Tens
         WIDTH=next_power_of_2(head_size),
         COMPUTE=tl.float64 if x.dtype == torch.float64 else tl.float32,
         num_warps=1 if head_size <= 128 else 2,
+        **launch_options(x.device),
     )
     return y

@@ -7,11 +7,13 @@ its neighbours, nor on how many there are.
 
 - plain: y = cast(x W^T) (+ bias before the cast).
 - gated: W holds gate rows, then up rows; y = cast(cast(activation(cast(gate))) * cast(up)).
+- with a factor: y = cast(cast(activation(cast(x W^T))) * factor).
 - residual: y = residual + cast(x W^T).
 Roundings stand where the separate operations have them. Sums in float32.
 
-Shapes: x [num_rows, in_features] dense; weight [out_features, in_features] dense; bias [out_features]; residual, y
-[num_rows, out_features], gated: y [num_rows, out_features / 2]. Grid: (row tiles, column tiles).
+Shapes: x [num_rows, in_features] dense; weight [out_features, in_features] dense; bias [out_features]; factor
+[num_rows, out_features], rows dense; residual, y [num_rows, out_features], gated: y [num_rows, out_features / 2]. Grid:
+(row tiles, column tiles).
 """
 
 from __future__ import annotations
@@ -21,10 +23,13 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from engine.kernels.gated_activation import ActivationName, gated_activation_reference
+from engine.kernels.dependent_launch import begin, launch_options, prefetch_rows
+from engine.kernels.gated_activation import ActivationName, activate, gated_activation_reference
 from engine.kernels.triton_support import jit, next_power_of_2, shared_memory_bytes, tl
 
-MAX_ROWS = 64
+MAX_ROWS = 64  # of a tile
+# Measured: reading a large W gains nothing from beginning early, and its programs, waiting, stand in the way of others.
+OVERLAPPED_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -43,11 +48,12 @@ def skinny_linear_reference(
     bias: torch.Tensor | None = None,
     *,
     activation: ActivationName | None = None,
+    factor: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     y = F.linear(x, weight, bias)
     if activation is not None:
-        y = gated_activation_reference(y, activation)
+        y = gated_activation_reference(y, activation) if factor is None else activate(y, activation) * factor
     return y if residual is None else residual + y
 
 
@@ -56,23 +62,36 @@ def _skinny_linear_kernel(
     x_ptr,
     weight_ptr,
     bias_ptr,
+    factor_ptr,
     residual_ptr,
     y_ptr,
     num_rows,
+    factor_stride,
     N: tl.constexpr,
     K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_FACTOR: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    IS_GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,  # 0: none, 1: silu, 2: gelu_tanh
+    PREFETCH: tl.constexpr,  # elements of each row of W that are asked for before the input is there
+    OVERLAPS: tl.constexpr,
 ):
+    if PREFETCH > 0:
+        first_rows = tl.minimum(tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N), N - 1).to(tl.int64) * K
+        prefetch_rows(weight_ptr + first_rows, PREFETCH, OVERLAPS)
+        if IS_GATED:
+            prefetch_rows(weight_ptr + N * K + first_rows, PREFETCH, OVERLAPS)
+    begin(OVERLAPS)
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inner = tl.arange(0, BLOCK_K)
     row_valid = rows < num_rows
     column_valid = columns < N
+    valid = row_valid[:, None] & column_valid[None, :]
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     acc_up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     x_start = x_ptr + rows[:, None].to(tl.int64) * K
@@ -94,7 +113,7 @@ def _skinny_linear_kernel(
                 weight_start + ks[:, None], mask=column_valid[None, :] & k_valid[:, None], other=0.0
             )
         acc = tl.dot(x, weight, acc, input_precision="ieee")
-        if ACTIVATION > 0:
+        if IS_GATED:
             up_start = weight_start + N * K
             if K % BLOCK_K == 0:
                 up = tl.load(
@@ -111,7 +130,7 @@ def _skinny_linear_kernel(
     dtype = y_ptr.dtype.element_ty
     if HAS_BIAS:
         acc += tl.load(bias_ptr + columns, mask=column_valid, other=0.0).to(tl.float32)[None, :]
-        if ACTIVATION > 0:
+        if IS_GATED:
             acc_up += tl.load(bias_ptr + N + columns, mask=column_valid, other=0.0).to(tl.float32)[None, :]
     y = acc.to(dtype)
     if ACTIVATION > 0:
@@ -124,9 +143,12 @@ def _skinny_linear_kernel(
             decay = tl.exp(-2.0 * tl.abs(turn))  # never overflows
             tanh = (1.0 - decay) / (1.0 + decay)
             activated = 0.5 * gate * (1.0 + tl.where(turn < 0.0, -tanh, tanh))
-        y = (activated.to(dtype).to(tl.float32) * acc_up.to(dtype).to(tl.float32)).to(dtype)
+        factor = acc_up.to(dtype)
+        if HAS_FACTOR:
+            factor_start = factor_ptr + rows[:, None].to(tl.int64) * factor_stride
+            factor = tl.load(factor_start + columns[None, :], mask=valid, other=0.0)
+        y = (activated.to(dtype).to(tl.float32) * factor.to(tl.float32)).to(dtype)
     place = rows[:, None].to(tl.int64) * N + columns[None, :]
-    valid = row_valid[:, None] & column_valid[None, :]
     if HAS_RESIDUAL:
         y = (tl.load(residual_ptr + place, mask=valid, other=0.0).to(tl.float32) + y.to(tl.float32)).to(dtype)
     tl.store(y_ptr + place, y, mask=valid)
@@ -151,6 +173,8 @@ def _row_tile(num_rows: int) -> int:
 
 
 def _measured_tiling(in_features: int, num_rows: int, is_gated: bool) -> Tiling:
+    if num_rows > MAX_ROWS:  # bound by multiplying
+        return Tiling(64 if is_gated else 128, 64, 3, 2)
     if num_rows > 16:
         return Tiling(32, 64, 4, 2)
     if is_gated:
@@ -164,36 +188,45 @@ def skinny_linear(
     bias: torch.Tensor | None = None,
     *,
     activation: ActivationName | None = None,
+    factor: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     tiling: Tiling | None = None,
 ) -> torch.Tensor:
-    """See the module docstring. At most MAX_ROWS rows. `tiling`: for measuring; results do not depend on it."""
+    """See the module docstring. Any number of rows. `tiling`: for measuring; results do not depend on it."""
     num_rows, in_features = x.shape
-    num_columns = len(weight) if activation is None else len(weight) // 2
+    is_gated = activation is not None and factor is None
+    num_columns = len(weight) // 2 if is_gated else len(weight)
     assert x.is_contiguous()
     assert weight.is_contiguous()
     assert residual is None or (residual.is_contiguous() and activation is None)
+    assert factor is None or (factor.stride(-1) == 1 and activation is not None)
     block_m = _row_tile(num_rows)
     if tiling is None:
         shared_bytes = shared_memory_bytes(x.device)
-        tiling = choose_tiling(in_features, num_rows, activation is not None, shared_bytes)
+        tiling = choose_tiling(in_features, num_rows, is_gated, shared_bytes)
     y = torch.empty(num_rows, num_columns, dtype=x.dtype, device=x.device)
     _skinny_linear_kernel[(-(-num_rows // block_m), -(-num_columns // tiling.block_n))](
         x,
         weight,
         x if bias is None else bias,
+        x if factor is None else factor,
         x if residual is None else residual,
         y,
         num_rows,
+        0 if factor is None else factor.stride(0),
         N=num_columns,
         K=in_features,
         BLOCK_M=block_m,
         BLOCK_N=tiling.block_n,
         BLOCK_K=tiling.block_k,
         HAS_BIAS=bias is not None,
+        HAS_FACTOR=factor is not None,
         HAS_RESIDUAL=residual is not None,
+        IS_GATED=is_gated,
         ACTIVATION=0 if activation is None else 1 if activation == "silu" else 2,
+        PREFETCH=next_power_of_2(in_features + 1) // 2 if weight.nbytes <= OVERLAPPED_BYTES else 0,
         num_stages=tiling.num_stages,
         num_warps=tiling.num_warps,
+        **launch_options(x.device, wanted=weight.nbytes <= OVERLAPPED_BYTES),
     )
     return y

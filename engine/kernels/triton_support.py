@@ -36,4 +36,9 @@ def next_power_of_2(value: int) -> int:
     return 1 << (value - 1).bit_length()
 
 
-__all__ = ["jit", "next_power_of_2", "shared_memory_bytes", "tl"]
+def draft_width(num_tokens: int) -> int:
+    """Lanes for the tokens of a request: seldom another number, because each is compiled for itself."""
+    return max(next_power_of_2(num_tokens), 16)
+
+
+__all__ = ["draft_width", "jit", "next_power_of_2", "shared_memory_bytes", "tl"]

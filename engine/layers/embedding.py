@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from engine.layers.exact_products import ExactProducts
+
 
 class TokenEmbedding(nn.Module):
     """A table of [vocab_size, hidden_size]. Embeddings, not the head, are multiplied by `scale`, rounded to dtype."""
@@ -22,6 +24,7 @@ class TokenEmbedding(nn.Module):
         device: torch.device,
     ) -> None:
         super().__init__()
+        self.exact: ExactProducts | None = None  # of the head; set where numerics are exact
         self._scale = torch.tensor(scale, dtype=dtype).item()  # sync: at start-up, host memory
         weight = torch.empty(vocab_size, hidden_size, dtype=dtype, device=device)
         self.weight = nn.Parameter(weight, requires_grad=False)
@@ -32,9 +35,10 @@ class TokenEmbedding(nn.Module):
         return embeddings if self._scale == 1.0 else embeddings * self._scale
 
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[n, hidden_size] -> [n, vocab_size], float32 or float64: sampling computes in no half type."""
-        logits = F.linear(hidden_states, self.weight)
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+        """[n, hidden_size] -> [n, vocab_size], both of dtype."""
+        if self.exact is not None:
+            return self.exact.linear(hidden_states, self.weight, None)
+        return F.linear(hidden_states, self.weight)
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
         yield f"{prefix}.weight", self.weight

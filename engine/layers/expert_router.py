@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-SMALLEST_SUM = 1e-20  # added where weights are divided by their sum
+from engine.kernels.choose_experts import SMALLEST_SUM, Scoring, choose_experts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +25,7 @@ class Routing:
     top_k: int
     num_groups: int  # equal parts of the experts; 1: no groups
     num_chosen_groups: int
-    scoring: Literal["softmax", "sigmoid"]
+    scoring: Scoring
     is_corrected: bool  # is there a bias that is added for the choice, not for the weights?
     normalises: bool  # are a token's weights divided by their sum?
     scale: float  # of all weights
@@ -53,10 +52,17 @@ class ExpertRouter(nn.Module):
         float32 (float64 for a float64 model)."""
         routing = self._routing
         logits = F.linear(x.to(self.weight.dtype), self.weight)
+        if routing.num_groups == 1:
+            return choose_experts(
+                logits,
+                self.correction,
+                top_k=routing.top_k,
+                scoring=routing.scoring,
+                normalises=routing.normalises,
+                scale=routing.scale,
+            )
         scores = logits.sigmoid() if routing.scoring == "sigmoid" else logits.softmax(dim=-1)
-        choice = scores if self.correction is None else scores + self.correction
-        if routing.num_groups > 1:
-            choice = self._within_best_groups(choice)
+        choice = self._within_best_groups(scores if self.correction is None else scores + self.correction)
         expert_ids = choice.topk(routing.top_k, dim=-1).indices
         weights = scores.gather(1, expert_ids)
         if routing.normalises:

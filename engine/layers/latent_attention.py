@@ -78,8 +78,8 @@ class LatentAttention(nn.Module):
         self.up = linear(geometry.latent_size, ("kv_b_proj", num_heads * kv_size))
         self.output = linear(num_heads * geometry.value_size, ("o_proj", hidden_size))
 
-    def forward(self, x: torch.Tensor, rotation: Rotation, context: AttentionContext) -> torch.Tensor:
-        """x: [num_tokens, hidden_size]; returns the same shape."""
+    def attend(self, x: torch.Tensor, rotation: Rotation, context: AttentionContext) -> torch.Tensor:
+        """x: [num_tokens, hidden_size]. Returns what `output` is applied to: [num_tokens, num_heads * value_size]."""
         sizes = self.geometry
         query, row = torch.split(self.down(x), [self.down.parts[0][1], sizes.row_size], dim=-1)
         if self.query_norm is not None and self.query_up is not None:
@@ -94,8 +94,7 @@ class LatentAttention(nn.Module):
             self,
             sizes.scale,
         )
-        output: torch.Tensor = self.output(mixed.flatten(1))
-        return output
+        return mixed.flatten(1)
 
     # ---- LatentForms
 

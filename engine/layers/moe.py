@@ -6,7 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from engine.kernels.expert_linear import expert_linear_triton, weighted_sum_triton
 from engine.kernels.gated_activation import ActivationName, gated_activation
+from engine.layers.linear import is_skinny
 
 
 class RoutedExperts(nn.Module):
@@ -38,12 +40,21 @@ class RoutedExperts(nn.Module):
 
         The k outputs of a token are summed in the order of its `expert_ids`, whatever the other tokens are.
         """
+        if is_skinny(x, self.gate_up):
+            return self._run_few(x, expert_ids, weights)
         num_tokens, k = expert_ids.shape
         chosen = expert_ids.flatten()
         order = torch.argsort(chosen, stable=True)  # by expert
         outputs = self._run_sorted(x[order // k], chosen[order])
         per_choice = torch.empty_like(outputs).index_copy_(0, order, outputs).view(num_tokens, k, -1)
         return (per_choice * weights[:, :, None]).sum(dim=1).to(x.dtype)
+
+    def _run_few(self, x: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Unsorted: each row with each of its experts."""
+        chosen = expert_ids.flatten()
+        hidden = gated_activation(expert_linear_triton(x, self.gate_up, chosen), self._activation)
+        outputs = expert_linear_triton(hidden, self.down, chosen)
+        return weighted_sum_triton(outputs.view(*expert_ids.shape, -1), weights)
 
     def _run_sorted(self, x: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
         """One expert a row. x: [n, hidden_size]; expert_ids: [n] int64, ascending. Returns the shape of x."""

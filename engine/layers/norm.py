@@ -43,7 +43,7 @@ class RMSNorm(nn.Module):
         self, x: torch.Tensor, linear: Linear, inputs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(x + linear(inputs), its norm), in the fewest launches."""
-        if is_skinny(inputs):
+        if is_skinny(inputs, linear.weight):
             total = linear.add_to(x, inputs)
             return total, self(total)
         return self.add(x, linear(inputs))

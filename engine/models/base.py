@@ -48,7 +48,8 @@ class CausalLM(nn.Module, ABC):
 
     @abstractmethod
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[n, hidden_size] -> [n, vocab_size], float32 (float64 for a float64 model)."""
+        """[n, hidden_size] -> [n, vocab_size], of the model's dtype or float32. Who computes with half types
+        converts them first: float32 holds them exactly."""
 
     @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

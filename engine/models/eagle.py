@@ -27,9 +27,7 @@ class FirstEagleLayer(DecoderLayer):
     """A Llama layer whose attention reads its input as it is."""
 
     def forward(self, x: torch.Tensor, rotation: Rotation, context: AttentionContext) -> torch.Tensor:
-        x = x + self.attention(x, rotation, context)
-        output: torch.Tensor = x + self.mlp(self.mlp_norm(x))
-        return output
+        return self.after_attention(x, self.attention.attend(x, rotation, context))
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
         norm = dict(self.attention_norm.checkpoint_tensors(f"{prefix}input_layernorm"))

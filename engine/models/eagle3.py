@@ -52,9 +52,7 @@ class FirstEagle3Layer(DecoderLayer):
         normed = self.hidden_norm(hidden)
         residual = normed if self._norm_before_residual else hidden
         pair = torch.cat((self.attention_norm(embedding), normed), dim=-1)
-        x = residual + self.attention(pair, rotation, context)
-        output: torch.Tensor = x + self.mlp(self.mlp_norm(x))
-        return output
+        return self.after_attention(residual, self.attention.attend(pair, rotation, context))
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
         yield from super().checkpoint_tensors(prefix)
@@ -116,13 +114,12 @@ class Eagle3DraftModel(nn.Module):
             x = layer(x, rotation, attention)
         return self.norm(x), x
 
-    def compute_logits(self, hidden: torch.Tensor, vocab_size: int) -> torch.Tensor:
-        """[n, hidden_size] -> [n, vocab_size] of the target; -inf for ids outside the draft vocabulary."""
-        own = self.head.logits(hidden)
-        logits = own.new_full((len(own), vocab_size), float("-inf"))
+    def compute_logits(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """hidden: [n, hidden_size]. Returns logits [n, draft_vocab] of dtype and the target's ids of them, int64 of the
+        same shape; all other tokens have no probability."""
         target_ids = self.target_ids
         assert isinstance(target_ids, torch.Tensor)
-        return logits.index_copy_(1, target_ids, own)
+        return self.head.logits(hidden), target_ids.expand(len(hidden), -1)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Raises CheckpointError for missing, unknown or misshapen tensors, and ids outside the target."""
@@ -145,6 +142,8 @@ class Eagle3DraftModel(nn.Module):
             raise CheckpointError(
                 f"d2t: got ids outside the vocabulary, expected 0..{self.config.vocab_size - 1}"
             )
+        if torch.unique(target_ids).numel() < target_ids.numel():  # sync: at start-up
+            raise CheckpointError("d2t: got the same id for several draft tokens, expected one each")
         own_ids.copy_(target_ids)
 
     def _checkpoint_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -81,10 +81,11 @@ class Gemma4AssistantModel(nn.Module):
         """
         x = self.pre_projection(torch.cat((self._embed[0](input_ids), hidden_states), dim=-1))
         rotations = {kind: rotary(positions) for kind, rotary in self.rotary.items()}
-        for layer in self.layers:
-            assert isinstance(layer, GemmaDecoderLayer)
-            x = layer(x, rotations[layer.layer_type], attention)
-        normed = self.norm(x)
+        layers = cast("list[GemmaDecoderLayer]", list(self.layers))
+        norms = [*(layer.input_norm for layer in layers), self.norm]
+        normed = norms[0](x)
+        for layer, next_norm in zip(layers, norms[1:], strict=True):
+            x, normed = layer(x, normed, rotations[layer.layer_type], attention, next_norm=next_norm)
         return normed, self.post_projection(normed)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

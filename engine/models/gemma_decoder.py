@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from engine.attention.backend import AttentionContext
+from engine.kernels.softcap import softcap
 from engine.kv_spec import KVGroupSpec
 from engine.layers.embedding import TokenEmbedding
 from engine.layers.linear import Linear
@@ -175,18 +176,25 @@ class GemmaDecoder(CausalLM):
         layer_inputs: torch.Tensor | None,
     ) -> torch.Tensor:
         """Layers first .. end - 1. layer_inputs: [num_tokens, num_layers, per-layer size]."""
+        normed = None
         for index in range(first, end):
             layer = self.layers[index]
             assert isinstance(layer, GemmaDecoderLayer)
             attention.observe(index, x)
-            layer_input = None if layer_inputs is None else layer_inputs[:, index]
-            x = layer(x, rotations[layer.layer_type], attention, layer_input)
+            x, normed = layer(
+                x,
+                layer.input_norm(x) if normed is None else normed,
+                rotations[layer.layer_type],
+                attention,
+                layer_input=None if layer_inputs is None else layer_inputs[:, index],
+                next_norm=self.layers[index + 1].input_norm if index + 1 < end else None,
+            )
         return x
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         logits = self.embedding.logits(hidden_states)
         cap = self.config.final_softcap
-        return logits if cap is None else torch.tanh(logits / cap) * cap
+        return logits if cap is None else softcap(logits, cap)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         tied = {"lm_head.weight": "model.embed_tokens.weight"}

@@ -12,7 +12,6 @@ from torch import nn
 
 from engine.attention.backend import AttentionContext
 from engine.kernels.attention_heads import HeadLayout
-from engine.kernels.gated_activation import activate
 from engine.layers.attention import Attention
 from engine.layers.linear import Linear
 from engine.layers.mlp import GatedMLP
@@ -90,11 +89,16 @@ class PerLayerInput(nn.Module):
             hidden_size, config.rms_norm_eps, offset=config.norm_offset, dtype=dtype, device=device
         )
 
-    def forward(self, x: torch.Tensor, layer_input: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-        """x: [num_tokens, hidden_size]; layer_input: [num_tokens, size]; returns the shape of x."""
-        gate = activate(self.gate(x), "gelu_tanh")
-        output, _ = self.norm.add_normed(x, self.projection(gate * layer_input), scale=scale)
-        return output
+    def forward(
+        self,
+        x: torch.Tensor,
+        layer_input: torch.Tensor,
+        scale: torch.Tensor | None,
+        next_norm: GemmaRMSNorm | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x: [num_tokens, hidden_size]; layer_input: [num_tokens, size]. Returns (x, next_norm(x)), shaped like x."""
+        branch = self.projection(self.gate.activated(x, "gelu_tanh", layer_input))
+        return self.norm.add_normed(x, branch, scale=scale, next_norm=next_norm)
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.gate.checkpoint_tensors(prefix)
@@ -154,22 +158,28 @@ class GemmaDecoderLayer(nn.Module):
     def forward(
         self,
         x: torch.Tensor,
+        normed: torch.Tensor,
         rotation: Rotation,
         context: AttentionContext,
+        *,
         layer_input: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """x: [num_tokens, hidden_size]; layer_input: [num_tokens, per-layer size], where the model has them. Returns
-        the shape of x.
+        next_norm: GemmaRMSNorm | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x: [num_tokens, hidden_size]; normed: input_norm(x); layer_input: [num_tokens, per-layer size], where the
+        model has them. Returns (x, next_norm(x)) for the next layer, x twice without one: a norm costs nothing where
+        the sum is made.
         """
-        branch = self.attention(self.input_norm(x), rotation, context)
+        branch = self.attention(normed, rotation, context)
         x, normed = self.post_attention_norm.add_normed(x, branch, next_norm=self.mlp_norm)
         branch = self.mlp(normed)
         if self.experts is not None:
             branch = self.experts(x, branch)
         if self.per_layer_input is None or layer_input is None:
-            return self.post_mlp_norm.add_normed(x, branch, scale=self.layer_scalar)[0]
+            return self.post_mlp_norm.add_normed(x, branch, scale=self.layer_scalar, next_norm=next_norm)
         x, _ = self.post_mlp_norm.add_normed(x, branch)
-        output: torch.Tensor = self.per_layer_input(x, layer_input, self.layer_scalar)
+        output: tuple[torch.Tensor, torch.Tensor] = self.per_layer_input(
+            x, layer_input, self.layer_scalar, next_norm
+        )
         return output
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:

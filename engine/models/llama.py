@@ -53,13 +53,8 @@ class SelfAttention(nn.Module):
             layer_index, layout, head_size=config.head_size, scale=config.head_size**-0.5
         )
 
-    def forward(self, x: torch.Tensor, rotation: Rotation, context: AttentionContext) -> torch.Tensor:
-        """x: [num_tokens, hidden_size]; returns the same shape."""
-        output: torch.Tensor = self.output(self.attend(x, rotation, context))
-        return output
-
     def attend(self, x: torch.Tensor, rotation: Rotation, context: AttentionContext) -> torch.Tensor:
-        """What the output projection is applied to: [num_tokens, num_heads * head_size]."""
+        """x: [num_tokens, hidden_size]. Returns what `output` is applied to: [num_tokens, num_heads * head_size]."""
         attended: torch.Tensor = self.attention(self.qkv(x), rotation, context)
         return attended
 
@@ -88,8 +83,11 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: torch.Tensor, rotation: Rotation, context: AttentionContext) -> torch.Tensor:
         """x: [num_tokens, hidden_size]; returns the same shape."""
-        attended = self.attention.attend(self.attention_norm(x), rotation, context)
-        x, normed = self.mlp_norm.after(x, self.attention.output, attended)
+        return self.after_attention(x, self.attention.attend(self.attention_norm(x), rotation, context))
+
+    def after_attention(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """The rest of the layer. residual: [num_tokens, hidden_size]; returns the same shape."""
+        x, normed = self.mlp_norm.after(residual, self.attention.output, attended)
         return self.mlp.add_to(x, normed)
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:

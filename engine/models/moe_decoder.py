@@ -18,11 +18,13 @@ from engine.errors import CheckpointError
 from engine.kv_spec import KVGroupSpec
 from engine.layers.embedding import TokenEmbedding
 from engine.layers.expert_router import ExpertRouter
+from engine.layers.latent_attention import LatentAttention
 from engine.layers.mlp import GatedMLP
 from engine.layers.moe import RoutedExperts
 from engine.layers.norm import RMSNorm
 from engine.layers.rotary import RotaryEmbedding, Rotation
 from engine.models.base import CausalLM
+from engine.models.llama import SelfAttention
 from engine.models.moe_config import MoEConfig
 from engine.models.weights import load_strict
 
@@ -51,11 +53,11 @@ class SharedAndRoutedExperts(nn.Module):
         if config.shared_size:
             self.shared = GatedMLP(hidden_size, config.shared_size, bias=False, dtype=dtype, device=device)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, hidden_size] -> the same."""
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """residual + the output, [num_tokens, hidden_size]."""
         expert_ids, weights = self.router(x)
         output: torch.Tensor = self.routed(x, expert_ids, weights)
-        return output if self.shared is None else output + self.shared(x)
+        return residual + (output if self.shared is None else self.shared.add_to(output, x))
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.router.checkpoint_tensors(f"{prefix}gate.")
@@ -73,7 +75,7 @@ class MoEDecoderLayer(nn.Module):
 
     def __init__(
         self,
-        attention: nn.Module,
+        attention: SelfAttention | LatentAttention,
         config: MoEConfig,
         *,
         has_experts: bool,
@@ -94,14 +96,13 @@ class MoEDecoderLayer(nn.Module):
 
     def forward(self, x: torch.Tensor, rotation: Rotation, context: AttentionContext) -> torch.Tensor:
         """x: [num_tokens, hidden_size]; returns the same shape."""
-        branch = self.attention(self.attention_norm(x), rotation, context)
-        x, normed = self.feed_forward_norm.add(x, branch)
-        output: torch.Tensor = x + self.feed_forward(normed)
-        return output
+        attended = self.attention.attend(self.attention_norm(x), rotation, context)
+        x, normed = self.feed_forward_norm.after(x, self.attention.output, attended)
+        return self.feed_forward.add_to(x, normed)
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.attention_norm.checkpoint_tensors(f"{prefix}input_layernorm")
-        yield from self.attention.checkpoint_tensors(f"{prefix}self_attn.")  # type: ignore[operator]
+        yield from self.attention.checkpoint_tensors(f"{prefix}self_attn.")
         yield from self.feed_forward_norm.checkpoint_tensors(f"{prefix}post_attention_layernorm")
         yield from self.feed_forward.checkpoint_tensors(f"{prefix}mlp.")
 
@@ -132,8 +133,8 @@ class MoEDecoder(CausalLM):
         """Raises CheckpointError for what this model cannot compute."""
 
     @abstractmethod
-    def make_attention(self, layer_index: int) -> nn.Module:
-        """(x, rotation, context) -> x over the cache of this index, with `checkpoint_tensors`."""
+    def make_attention(self, layer_index: int) -> SelfAttention | LatentAttention:
+        """Over the cache of this index."""
 
     @abstractmethod
     def kv_group(self, name: str, num_layers: int) -> KVGroupSpec:

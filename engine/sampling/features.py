@@ -5,7 +5,7 @@ A part of the sampler runs on its own rows only, so the other rows stay bit for 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,7 +17,13 @@ from engine.params import SamplingParams
 
 SamplingKind = Literal["greedy", "random", "truncated"]
 SAMPLING_KINDS: tuple[SamplingKind, ...] = ("greedy", "random", "truncated")
-"""How a whole step draws, from the simplest to the most general: each kind also does what those before it do."""
+"""How a whole step draws, from the simplest to the most general: each kind also does what those before it do. Random
+rows may have min_p, truncated ones top_k and top_p."""
+
+
+def most_general(kinds: Iterable[SamplingKind]) -> SamplingKind:
+    """The simplest that does for all."""
+    return max(kinds, key=SAMPLING_KINDS.index, default="greedy")
 
 
 @dataclass(frozen=True)
@@ -53,13 +59,16 @@ class RowTraits:
     num_logprobs: int | None
 
     @property
-    def kind(self) -> SamplingKind | None:
-        """The simplest kind that draws its tokens; None: out of logits that have to be changed first."""
-        if self.uses_allowed_ids or self.uses_bias or self.uses_bad_words or self.uses_penalties:
-            return None
+    def kind(self) -> SamplingKind:
+        """The simplest kind that draws its tokens."""
         if not self.is_random:
             return "greedy"
-        return "random" if self.num_candidates is None and not self.uses_min_p else "truncated"
+        return "random" if self.num_candidates is None else "truncated"
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether tokens are drawn out of other logits than the model's."""
+        return self.uses_allowed_ids or self.uses_bias or self.uses_bad_words or self.uses_penalties
 
 
 @dataclass(frozen=True)
@@ -77,6 +86,7 @@ class BatchFeatures:
     """None: no row of the step uses it."""
 
     num_logits: int
+    kind: SamplingKind  # of all rows together
     allowed_ids: RowSelection | None
     bias: RowSelection | None
     bad_words: RowSelection | None
@@ -120,6 +130,7 @@ def batch_features(traits: Sequence[RowTraits], device: torch.device) -> BatchFe
     logprobs = [trait.num_logprobs for trait in traits if trait.num_logprobs is not None]
     return BatchFeatures(
         num_logits=len(traits),
+        kind=most_general(trait.kind for trait in traits),
         allowed_ids=select([trait.uses_allowed_ids for trait in traits]),
         bias=select([trait.uses_bias for trait in traits]),
         bad_words=select([trait.uses_bad_words for trait in traits]),
@@ -135,11 +146,12 @@ def uniform_features(num_logits: int, kind: SamplingKind, vocab_size: int) -> Ba
     group = RandomGroup(
         RowSelection(range(num_logits), None),
         num_candidates=vocab_size if kind == "truncated" else None,
-        any_min_p=kind == "truncated",
+        any_min_p=True,
         any_greedy=True,
     )
     return BatchFeatures(
         num_logits=num_logits,
+        kind=kind,
         allowed_ids=None,
         bias=None,
         bad_words=None,

@@ -15,13 +15,13 @@ import torch
 from engine.kernels.keyed_noise import (
     ACCEPT_STREAM,
     RESIDUAL_STREAM,
-    keyed_gumbel_reference,
+    keyed_gumbel,
     keyed_uniform_reference,
 )
 from engine.sampling.draft_distributions import DraftDistributions
 from engine.sampling.sampler import SampleBatch, Sampler
 from engine.sampling.verification_rule import RuledTokens, VerificationRule
-from engine.sampling.verifier import VerifiedDrafts
+from engine.sampling.verified_drafts import VerifiedDrafts
 
 
 class RatioRule(VerificationRule):
@@ -53,7 +53,7 @@ def _draw_residual(
     # Without a residual the draft is rejected with a probability of rounding only; p is as good then.
     residual = torch.where(residual.sum(dim=-1, keepdim=True) > 0, residual, p)
     token_ids = torch.arange(p.shape[1], device=p.device)
-    noise = keyed_gumbel_reference(seeds, positions, token_ids, RESIDUAL_STREAM)
+    noise = keyed_gumbel(seeds, positions, token_ids, RESIDUAL_STREAM)
     return (residual.log() + noise).argmax(dim=-1)
 
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from engine.batch.request_rows import RequestRows
-from engine.kernels.keyed_noise import TARGET_STREAM, keyed_gumbel_reference
+from engine.kernels.keyed_noise import TARGET_STREAM, keyed_gumbel
 from engine.kernels.largest_logit import largest_logit
+from engine.kernels.token_draw import draw_tokens, has_draw_kernels
 from engine.kernels.top_k_top_p import top_k_top_p
 from engine.params import MAX_BAD_WORD_TOKENS
 from engine.sampling.features import BatchFeatures, RandomGroup
@@ -40,7 +41,7 @@ class SampleResult:
     token_ids: torch.Tensor  # [n] int64; 0 in bad rows
     is_bad: torch.Tensor  # [n] bool; NaN or +inf in the raw logits, or no token is left
     probs: torch.Tensor | None = None
-    """[n, vocab_size] of the dtype of the logits, if asked: what the tokens were drawn from. Greedy rows are one-hot;
+    """[n, vocab_size] float32 or float64, if asked: what the tokens were drawn from. Greedy rows are one-hot;
     bad rows hold anything."""
 
 
@@ -55,27 +56,22 @@ class Sampler:
         stream: int = TARGET_STREAM,
         needs_probs: bool = False,
     ) -> SampleResult:
-        """logits: [n, vocab_size] float32 or float64; not changed. `stream`: of the keyed noise. No host sync."""
+        """logits: [n, vocab_size] float; not changed. `stream`: of the keyed noise. No host sync."""
         features = batch.features
         assert features.num_logits == len(logits), "features were made for other logits rows"
         processed = logits
         if features.changes_logits:
-            processed = logits.clone()
+            processed = _reals(logits, copy=True)
             _restrict_(processed, batch)
             _penalize_(processed, batch)
-        largest, token_ids = largest_logit(processed)
-        is_bad = ~largest.isfinite()
+        if has_draw_kernels(processed) and not needs_probs:
+            result = _draw_by_kernels(processed, batch, stream)
+        else:
+            result = draw_by_definition(_reals(processed), batch, stream, needs_probs)
         if features.changes_logits:  # which may have hidden what was wrong
-            is_bad |= ~logits.amax(dim=-1).isfinite()
-        probs = torch.zeros_like(logits).scatter_(1, token_ids[:, None], 1.0) if needs_probs else None
-        for group in features.random_groups:
-            values, candidates = _candidates(processed, largest, group, batch)
-            if probs is not None:
-                drawn_from = _spread(values.softmax(dim=-1), candidates, logits.shape[1])
-                group.rows.put_(probs, _unless_greedy(drawn_from, probs, group, batch))
-            drawn = _draw(values, candidates, group, batch, stream)
-            group.rows.put_(token_ids, _unless_greedy(drawn, token_ids, group, batch))
-        return SampleResult(token_ids.masked_fill(is_bad, 0), is_bad, probs)
+            is_bad = result.is_bad | ~logits.amax(dim=-1).isfinite()
+            return SampleResult(result.token_ids.masked_fill(is_bad, 0), is_bad, result.probs)
+        return result
 
     def sample_among(
         self,
@@ -85,10 +81,13 @@ class Sampler:
         *,
         stream: int = TARGET_STREAM,
     ) -> SampleResult:
-        """The same where all other tokens have no probability. logits: [n, m] float32 or float64, candidate_ids: [n, m]
-        int64, distinct in a row. For batches whose features change no logits.
+        """The same where all other tokens have no probability. logits: [n, m] float, candidate_ids: [n, m] int64,
+        distinct in a row. For batches whose features change no logits.
         """
         assert not batch.features.changes_logits, "biases and penalties are by token id"
+        if has_draw_kernels(logits):
+            return _draw_by_kernels(logits, batch, stream, candidate_ids)
+        logits = _reals(logits)
         largest = logits.amax(dim=-1)
         token_ids = _lowest_best(logits, candidate_ids, batch.states.vocab_size)
         for group in batch.features.random_groups:
@@ -102,6 +101,45 @@ class Sampler:
         return SampleResult(token_ids.masked_fill(is_bad, 0), is_bad)
 
 
+def _draw_by_kernels(
+    logits: torch.Tensor, batch: SampleBatch, stream: int, candidate_ids: torch.Tensor | None = None
+) -> SampleResult:
+    token_ids, is_bad = draw_tokens(
+        logits,
+        batch.rows,
+        batch.positions,
+        batch.states.draw_tables,
+        vocab_size=batch.states.vocab_size,
+        draws=batch.features.kind != "greedy",
+        truncates=batch.features.kind == "truncated",
+        candidate_ids=candidate_ids,
+        stream=stream,
+    )
+    return SampleResult(token_ids, is_bad)
+
+
+def draw_by_definition(
+    logits: torch.Tensor, batch: SampleBatch, stream: int = TARGET_STREAM, needs_probs: bool = False
+) -> SampleResult:
+    """By torch operations: on CPUs, in float64, and where distributions are wanted. logits: float32 or float64."""
+    largest, token_ids = largest_logit(logits)
+    is_bad = ~largest.isfinite()
+    probs = torch.zeros_like(logits).scatter_(1, token_ids[:, None], 1.0) if needs_probs else None
+    for group in batch.features.random_groups:
+        values, candidates = _candidates(logits, largest, group, batch)
+        if probs is not None:
+            drawn_from = _spread(values.softmax(dim=-1), candidates, logits.shape[1])
+            group.rows.put_(probs, _unless_greedy(drawn_from, probs, group, batch))
+        drawn = _draw(values, candidates, group, batch, stream)
+        group.rows.put_(token_ids, _unless_greedy(drawn, token_ids, group, batch))
+    return SampleResult(token_ids.masked_fill(is_bad, 0), is_bad, probs)
+
+
+def _reals(logits: torch.Tensor, *, copy: bool = False) -> torch.Tensor:
+    """In float32 or float64: half types are for storing, not for computing. Maybe the tensor itself, unless `copy`."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32), copy=copy)
+
+
 def sampled_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, features: BatchFeatures
 ) -> LogprobsTensors | None:
@@ -110,7 +148,7 @@ def sampled_logprobs(
     if selection is None:
         return None
     return compute_logprobs(
-        selection.take(logits), selection.take(token_ids), features.max_logprobs, selection.indices
+        _reals(selection.take(logits)), selection.take(token_ids), features.max_logprobs, selection.indices
     )
 
 
@@ -185,7 +223,7 @@ def _draw(
 ) -> torch.Tensor:
     """The result of `_candidates` -> [m] int64; overwrites `values`. The lowest id of equal scores."""
     seeds = batch.states.seeds[group.rows.take(batch.rows)]
-    noise = keyed_gumbel_reference(seeds, group.rows.take(batch.positions), token_ids, stream)
+    noise = keyed_gumbel(seeds, group.rows.take(batch.positions), token_ids, stream)
     return _lowest_best(values.add_(noise), token_ids, batch.states.vocab_size)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from engine.device import to_device
+from engine.kernels.truncation import RowTables
 from engine.params import MAX_BAD_WORD_TOKENS, SamplingParams
 from engine.sampling.features import BatchFeatures, RowTraits, SamplingKind, batch_features, row_traits
 from engine.sampling.row_table import RowTable
@@ -35,6 +36,13 @@ class SamplingStates:
         self._reals = torch.zeros(max_num_rows, 6, dtype=torch.float64, device=device)
         self.temperature, self.top_p, self.min_p = self._reals[:, :3].unbind(1)  # [rows] float64
         self.repetition_penalty, self.presence_penalty, self.frequency_penalty = self._reals[:, 3:].unbind(1)
+        self.draw_tables = RowTables(
+            seeds=self.seeds,
+            top_k=self.top_k,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            min_p=self.min_p,
+        )
 
         # What is added to the logit of bias_ids while the output index is below bias_end; padding adds 0 to
         # id 0.
@@ -81,7 +89,8 @@ class SamplingStates:
 
     def sampling_kind(self, row: int) -> SamplingKind | None:
         """How the row's request draws; None: out of logits that have to be changed first."""
-        return self._traits[row].kind
+        traits = self._traits[row]
+        return None if traits.changes_logits else traits.kind
 
     def wants_logprobs(self, row: int) -> bool:
         return self._traits[row].num_logprobs is not None

@@ -13,7 +13,7 @@ import torch
 from engine.kernels.keyed_noise import ACCEPT_STREAM, keyed_uniform_reference
 from engine.sampling.sampler import SampleBatch, Sampler
 from engine.sampling.verification_rule import RuledTokens, VerificationRule
-from engine.sampling.verifier import VerifiedDrafts
+from engine.sampling.verified_drafts import VerifiedDrafts
 
 
 class SyntheticRule(VerificationRule):

@@ -13,7 +13,7 @@ import torch
 
 from engine.sampling.draft_distributions import DraftDistributions
 from engine.sampling.sampler import SampleBatch, Sampler
-from engine.sampling.verifier import VerifiedDrafts
+from engine.sampling.verified_drafts import VerifiedDrafts
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,8 @@ from engine.attention.metadata import AttentionInputs
 from engine.config import SpeculatorConfig
 from engine.cudagraph import BatchLimits, CaptureQueue
 from engine.device import to_device
+from engine.kernels.draft_history import last_token, read_history, record_draft
+from engine.kernels.draft_positions import draft_positions
 from engine.models.loader import LoadedModel
 from engine.spec_decode.cudagraph_managers import (
     DecodeSpeculatorCudaGraphManager,
@@ -50,6 +52,10 @@ class DraftModelSpeculator(BaseSpeculator):
 
     def bind(self, context: DraftContext) -> None:
         """Called once, when the KV cache exists and before the first `propose`."""
+        indices = context.group_indices
+        assert indices == tuple(range(indices[0], indices[0] + len(indices))), (
+            "a drafter's groups stand together"
+        )
         self._context = context
 
 
@@ -129,30 +135,24 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
 
     def _loop(self, inputs: ProposalInputs, state: DraftState) -> torch.Tensor:
         """All draft steps, launches only: [num_reqs, k] int64. `state`: of the prefill, or of the target."""
-        k, has_first_draft = max(inputs.wanted), self._starts_with_draft
-        drawn_at = inputs.request_rows.num_tokens[inputs.rows].to(torch.int64)  # [num_reqs]
+        k, rows, history = max(inputs.wanted), inputs.rows, inputs.request_rows.token_history
+        token_ids, drawn_at = last_token(history, rows, inputs.request_rows.num_tokens)
         drafts: list[torch.Tensor] = []
         attention: AttentionContext | None = None
+        positions = drawn_at
         while len(drafts) < k:
-            if drafts or not has_first_draft:
+            if drafts:
+                token_ids, positions = record_draft(history, rows, positions, drafts[-1])
+            if drafts or not self._starts_with_draft:
                 if attention is None or self.advance_draft_positions:
                     attention = self._decode_attention(inputs, drawn_at, len(drafts))
-                state = self._decode(inputs, state, drafts, drawn_at, attention)
-            drafts.append(self._draw(state, inputs, drawn_at + len(drafts)))
+                state = self._decode(inputs, state, token_ids, attention)
+            drafts.append(self.sample_draft(state.for_logits, inputs, positions))
         return torch.stack(drafts, dim=1)
 
     @property
     def _starts_with_draft(self) -> bool:
         return self.needs.draft_kv == "own" and self.needs.first_draft_from_prefill
-
-    def _draw(self, state: DraftState, inputs: ProposalInputs, positions: torch.Tensor) -> torch.Tensor:
-        """The next draft of each request, [num_reqs] int64. It also stands in the history, behind the confirmed
-        tokens, so that penalties and bad words at the next position see it as they will in the verification."""
-        draft = self.sample_draft(state.for_logits, inputs, positions)
-        # An unusable draft (-1) ends the request's drafts; the history holds token ids only.
-        rows = inputs.request_rows
-        rows.write_tokens(inputs.rows, positions, draft.clamp(min=0)[:, None], torch.ones_like(positions))
-        return draft
 
     def _prefill(self, inputs: ProposalInputs) -> DraftState:
         """Run the step's tokens, or what the drafter is fed instead; keep the last valid row of each request."""
@@ -160,10 +160,15 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         if any(inputs.draft_feeds):
             attention, last_rows = self._fed_tokens(inputs)
         shift = 1 if self.needs.first_draft_from_prefill else 0
-        lens = torch.diff(attention.query_start_loc).to(torch.int64)
-        token_rows = torch.repeat_interleave(inputs.rows, lens, output_size=len(attention.positions))
         # Of a token behind the history's known end the result is void, and overwritten before it is read.
-        input_ids = inputs.request_rows.token_history[token_rows, attention.positions + shift].to(torch.int64)
+        input_ids = read_history(
+            inputs.request_rows.token_history,
+            inputs.rows,
+            attention.query_start_loc,
+            attention.positions,
+            shift=shift,
+            max_query_len=max(attention.query_lens),
+        )
         tokens = PrefillTokens(input_ids, self.prefill_hidden(inputs), attention, last_rows)
         descriptor = None
         if self._prefill_graphs is not None and not inputs.in_graph:
@@ -222,17 +227,11 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         self,
         inputs: ProposalInputs,
         state: DraftState,
-        drafts: list[torch.Tensor],
-        drawn_at: torch.Tensor,
+        token_ids: torch.Tensor,
         attention: AttentionContext,
     ) -> DraftState:
         """One token per request: the newest draft, or the last confirmed token when there is none yet."""
-        if drafts:
-            # -1 is an unusable draft: it and all behind it are dropped, so any token does.
-            input_ids = drafts[-1].clamp(min=0)
-        else:
-            input_ids = inputs.request_rows.token_history[inputs.rows, drawn_at - 1].to(torch.int64)
-        output = self.draft_forward(input_ids, attention.inputs.positions, state.feedback, attention)
+        output = self.draft_forward(token_ids, attention.inputs.positions, state.feedback, attention)
         return self._state(output, None)
 
     def _decode_attention(
@@ -241,32 +240,30 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         """Of draft step `step`, whose token stands at `drawn_at - 1 + step`; a row pairs it with the hidden state
         before it, so with hidden input the row's position is one less. Where positions do not advance, it serves all.
         """
-        rows, history = inputs.rows, inputs.request_rows
+        rows, context = inputs.rows, self._context
+        first_group, num_groups = context.group_indices[0], len(context.group_indices)
         offset = 2 if self.needs.first_draft_from_prefill else 1
-        positions = drawn_at - offset + (step if self.advance_draft_positions else 0)
-        # Rows of requests that want no draft here stand at 0: behind a chunk of a prompt, say, the end of the history
-        # may lie far beyond the host's bounds, which kernels rely on.
-        is_wanted = step < inputs.num_speculative_tokens
-        positions = torch.where(is_wanted, positions, 0)
-        context = self._context
-        if self.needs.draft_kv == "own":
-            # A request has slots for the drafts that it wants only.
-            limits = torch.where(is_wanted, history.token_limit[rows].to(torch.int64), 0)
-        else:
-            limits = torch.zeros_like(positions)  # nothing is written
+        place = draft_positions(
+            drawn_at,
+            inputs.num_speculative_tokens,
+            rows,
+            inputs.request_rows.token_limit,
+            context.block_tables.stacked[first_group : first_group + num_groups],
+            block_size=inputs.attention.block_size,
+            step=step,
+            offset=offset if self.advance_draft_positions else offset + step,
+            stores=self.needs.draft_kv == "own",
+        )
         num_ahead = step + 1 if self.advance_draft_positions else 0
         return self._attention_context(
             AttentionInputs(
                 query_lens=[1] * inputs.num_reqs,
                 max_seq_lens=[length + num_ahead for length in inputs.attention.max_seq_lens],
-                query_start_loc=torch.arange(inputs.num_reqs + 1, dtype=torch.int32, device=rows.device),
-                seq_lens=(positions + 1).to(torch.int32),
-                positions=positions,
+                query_start_loc=place.query_start_loc,
+                seq_lens=place.seq_lens,
+                positions=place.positions,
                 block_tables=tuple(inputs.attention.block_tables[group] for group in context.group_indices),
-                slot_mappings=tuple(
-                    context.block_tables.slot_mapping(group, rows, positions, limits)
-                    for group in context.group_indices
-                ),
+                slot_mappings=place.slot_mappings.unbind(),
                 block_size=inputs.attention.block_size,
             )
         )
@@ -280,7 +277,8 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
             for_logits = feedback = output
         if indices is None:
             return DraftState(for_logits, feedback)
-        return DraftState(for_logits[indices], feedback[indices])
+        last = for_logits[indices]
+        return DraftState(last, last if feedback is for_logits else feedback[indices])
 
     def _own_groups(self, inputs: AttentionInputs) -> AttentionInputs:
         """The step's tokens with the block tables that the drafter uses."""

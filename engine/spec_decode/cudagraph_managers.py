@@ -22,7 +22,7 @@ from engine.cudagraph import (
     CudaGraphManager,
     smallest_size,
 )
-from engine.sampling.features import SAMPLING_KINDS, SamplingKind, uniform_features
+from engine.sampling.features import SAMPLING_KINDS, SamplingKind, most_general, uniform_features
 from engine.sampling.states import SamplingStates
 from engine.spec_decode.speculator import ProposalInputs
 
@@ -186,7 +186,7 @@ class DecodeSpeculatorCudaGraphManager(CudaGraphManager[LoopDescriptor]):
             LoopDescriptor(
                 num_reqs=smallest_size(inputs.num_reqs, self._limits.num_reqs),
                 num_drafts=smallest_size(max(inputs.wanted), self._max_drafts),
-                sampling=max((kind for kind in kinds if kind is not None), key=SAMPLING_KINDS.index),
+                sampling=most_general(kind for kind in kinds if kind is not None),
             )
         )
 

@@ -51,7 +51,6 @@ class Eagle3Speculator(AutoRegressiveSpeculator):
         )
         self._model = model
         self.max_context = model.config.max_position_embeddings
-        self._vocab_size = target.vocab_size
         self._sampler = DraftSampler()
 
     @property
@@ -77,4 +76,5 @@ class Eagle3Speculator(AutoRegressiveSpeculator):
     def sample_draft(
         self, hidden: torch.Tensor, inputs: ProposalInputs, positions: torch.Tensor
     ) -> torch.Tensor:
-        return self._sampler.draw(self._model.compute_logits(hidden, self._vocab_size), inputs, positions)
+        logits, token_ids = self._model.compute_logits(hidden)
+        return self._sampler.draw_among(logits, token_ids, inputs, positions)

@@ -89,7 +89,8 @@ class Gemma4Speculator(AutoRegressiveSpeculator):
         hidden_states: torch.Tensor,
         attention: AttentionContext,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        rotary_positions = positions + self._policy.rope_offset
+        offset = self._policy.rope_offset
+        rotary_positions = positions + offset if offset else positions
         for_logits, feedback = self._model(input_ids, rotary_positions, hidden_states, attention)
         return for_logits, feedback
 

@@ -1,6 +1,6 @@
 """An independent draft model: any registered model with the target's vocabulary, decoding k steps by itself.
 
-Leviathan et al. 2022 (arXiv:2211.17192); verification is ours (engine/sampling/verifier.py).
+Leviathan et al. 2022 (arXiv:2211.17192); verification is ours (engine/kernels/emit_runs.py).
 """
 
 from __future__ import annotations

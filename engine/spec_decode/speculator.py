@@ -1,7 +1,7 @@
 """The speculator contracts: what a draft method says of itself, what it may see, what it returns.
 
 Nothing here knows a method by name. A speculator proposes on the device, without a host sync; its drafts never decide
-the text (engine/sampling/verifier.py does), so a wrong draft costs time and nothing else.
+the text (engine/kernels/emit_runs.py does), so a wrong draft costs time and nothing else.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from engine.batch.block_tables import BlockTables
 from engine.batch.request_rows import RequestRows
 from engine.cudagraph import BatchLimits, CaptureQueue
 from engine.device import to_device
+from engine.kernels.usable_drafts import usable_drafts
 from engine.kv_spec import KVGroupSpec
 from engine.sampling.draft_distributions import DraftDistributions
 from engine.sampling.features import BatchFeatures
@@ -82,14 +83,13 @@ class ProposalInputs:
 
         Example: 4 scheduled tokens from token index 10 on, 1 rejected: 10 + 4 - 1 - 1 = 12.
         """
-        return self.attention.query_start_loc[1:].to(torch.int64) - self.num_rejected - 1
+        return self.attention.query_start_loc[1:] - self.num_rejected - 1
 
     @cached_property
     def num_speculative_tokens(self) -> torch.Tensor:
         """[num_reqs] int64: k wanted, as far as the request can still use it: the next verification also emits a
         token of the target. 0 for requests that have not emitted a token yet."""
-        room = self.request_rows.token_limit[self.rows] - self.request_rows.num_tokens[self.rows] - 1
-        return torch.where(self.num_sampled > 0, torch.minimum(self.num_wanted, room.clamp(min=0)), 0)
+        return usable_drafts(self.num_wanted, self.num_sampled, self.rows, self.request_rows)
 
     def select(self, requests: list[int]) -> ProposalInputs:
         """The same for some of the requests, by ascending batch index; this object itself for all of them."""

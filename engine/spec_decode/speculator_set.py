@@ -19,6 +19,7 @@ import torch.nn.functional as F
 
 from engine.cudagraph import BatchLimits, CaptureQueue
 from engine.device import to_device
+from engine.kernels.check_drafts import check_drafts
 from engine.spec_decode.null import NullSpeculator
 from engine.spec_decode.speculator import BaseSpeculator, DraftTokens, ProposalInputs, SpeculatorNeeds
 
@@ -57,33 +58,32 @@ class SpeculatorSet(BaseSpeculator):
         """
         if inputs.draft_distributions is not None:
             inputs.draft_distributions.clear(inputs.rows)
-        drafts = self._check(inputs, self._null.propose(inputs))
+        drafts = self._nothing(inputs)
         for method, speculator in self._speculators.items():
             followed = [index for index, name in enumerate(keeps_up) if name == method]
             if followed:
                 silent = _without_drafts(inputs.select(followed))
-                self._propose_safely(method, speculator, silent)
+                self._propose_safely(method, speculator, silent, is_kept=False)
             requests = [index for index, name in enumerate(inputs.methods) if name == method]
             if requests:
-                own = self._propose_safely(method, speculator, inputs.select(requests))
+                own = self._propose_safely(method, speculator, inputs.select(requests), is_kept=True)
                 drafts = _insert(drafts, requests, own)
-        self._write(inputs, drafts)
         return drafts
 
-    def propose_uniformly(self, method: str, inputs: ProposalInputs) -> CheckedDrafts:
+    def propose_uniformly(self, method: str, inputs: ProposalInputs) -> CheckedDrafts | None:
         """`propose` for a batch whose requests all use `method`, or none. Launches only, so that it may be captured;
-        what a method raises, it raises."""
+        what a method raises, it raises. None: there are no drafts."""
         if inputs.draft_distributions is not None:
             inputs.draft_distributions.clear(inputs.rows)
-        drafts = self._check(inputs, self._speculators.get(method, self._null).propose(inputs))
-        self._write(inputs, drafts)
-        return drafts
+        if method not in self._speculators:
+            return None
+        return self._check(inputs, self._speculators[method].propose(inputs), is_kept=True)
 
     def _propose_safely(
-        self, method: str, speculator: BaseSpeculator, inputs: ProposalInputs
+        self, method: str, speculator: BaseSpeculator, inputs: ProposalInputs, *, is_kept: bool
     ) -> CheckedDrafts:
         try:
-            return self._check(inputs, speculator.propose(inputs))
+            return self._check(inputs, speculator.propose(inputs), is_kept=is_kept)
         except Exception as error:  # a drafter's fault must not cost the target's tokens of this step
             kind = (method, type(error).__name__)
             self.num_failures[kind] += 1
@@ -93,13 +93,15 @@ class SpeculatorSet(BaseSpeculator):
                     "Logged once per kind of exception",
                     method,
                 )
-            nothing = self._check(inputs, self._null.propose(inputs))
-            return CheckedDrafts(
-                nothing.token_ids, nothing.num_draft_tokens, nothing.is_bad, [True] * inputs.num_reqs
-            )
+            nothing = self._nothing(inputs)
+            return replace(nothing, has_failed=[True] * inputs.num_reqs)
 
-    def _check(self, inputs: ProposalInputs, drafts: DraftTokens) -> CheckedDrafts:
-        """Keep the leading drafts that are token ids, at most as many as wanted; -1 elsewhere.
+    def _nothing(self, inputs: ProposalInputs) -> CheckedDrafts:
+        """That the rows hold no drafts is left by their verification."""
+        return self._check(inputs, self._null.propose(inputs), is_kept=False)
+
+    def _check(self, inputs: ProposalInputs, drafts: DraftTokens, *, is_kept: bool) -> CheckedDrafts:
+        """Keep the leading drafts that are token ids, at most as many as wanted, also in the rows; -1 elsewhere.
 
         Raises ValueError when there is not one row of drafts per request.
         """
@@ -109,22 +111,15 @@ class SpeculatorSet(BaseSpeculator):
                 f"got drafts of shape {tuple(token_ids.shape)} and counts of shape "
                 f"{tuple(drafts.num_draft_tokens.shape)}, expected [{num_reqs}, k] and [{num_reqs}]"
             )
-        steps = torch.arange(token_ids.shape[1], device=token_ids.device)
-        wanted = torch.minimum(drafts.num_draft_tokens, inputs.num_speculative_tokens)
-        valid = (token_ids >= 0) & (token_ids < self._vocab_size) & (steps < wanted[:, None])
-        valid = valid.cumprod(dim=1).bool()
-        num_valid = valid.sum(dim=1)
-        return CheckedDrafts(
-            torch.where(valid, token_ids, -1), num_valid, num_valid < wanted, [False] * num_reqs
+        standing, num_valid, is_bad = check_drafts(
+            token_ids,
+            drafts.num_draft_tokens,
+            inputs.num_speculative_tokens,
+            self._vocab_size,
+            inputs.rows,
+            inputs.request_rows if is_kept else None,
         )
-
-    @staticmethod
-    def _write(inputs: ProposalInputs, drafts: DraftTokens) -> None:
-        rows = inputs.request_rows
-        rows.num_drafts[inputs.rows] = drafts.num_draft_tokens.to(torch.int32)
-        if drafts.token_ids.shape[1] > 0:
-            first = rows.num_tokens[inputs.rows].to(torch.int64)
-            rows.write_tokens(inputs.rows, first, drafts.token_ids, drafts.num_draft_tokens)
+        return CheckedDrafts(standing, num_valid, is_bad, [False] * num_reqs)
 
 
 def _without_drafts(inputs: ProposalInputs) -> ProposalInputs:

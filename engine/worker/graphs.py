@@ -59,7 +59,7 @@ class TargetGraphManager(CudaGraphManager[BatchDescriptor]):
         return TargetStates(
             hidden_states=hidden_states,
             aux_hidden_states={layer: aux[:num_tokens] for layer, aux in aux_hidden_states.items()},
-            logits=self._eager.model.compute_logits(hidden_states[batch.logits_indices]),
+            logits=self._eager.model.compute_logits(batch.of_logits_rows(hidden_states)),
             kind="full",
             num_padding_tokens=descriptor.num_tokens - num_tokens,
         )

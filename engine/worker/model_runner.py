@@ -18,6 +18,8 @@ from engine.batch.block_tables import BlockTables
 from engine.batch.input_batch import BatchLayout, InputBatch, derive_batch, gather_batch
 from engine.batch.request_rows import RequestRows
 from engine.cudagraph import CaptureQueue
+from engine.kernels.emit_runs import Verification, emit_runs
+from engine.kernels.pack_results import pack_results
 from engine.models.base import CausalLM
 from engine.request import NO_METHOD
 from engine.sampling.features import BatchFeatures, uniform_features
@@ -26,11 +28,11 @@ from engine.sampling.sampler import SampleBatch, sampled_logprobs
 from engine.sampling.states import SamplingStates
 from engine.sampling.token_masks import mask_tokens
 from engine.sampling.verification_rule import VerificationRule
-from engine.sampling.verifier import Verification, locate_drafts, verify
+from engine.sampling.verified_drafts import VerifiedDrafts
 from engine.spec_decode.speculator import ProposalInputs
 from engine.spec_decode.speculator_set import CheckedDrafts, SpeculatorSet
 from engine.step import HostInputs, NewRow, ScheduledRequest, StepPlan
-from engine.worker.output import PendingOutput, StepTensors, make_copy_stream, pack_results
+from engine.worker.output import PendingOutput, StepTensors, make_copy_stream
 from engine.worker.step_graphs import StepDescriptor, StepGraphs, StepLimits
 from engine.worker.target import TargetForward, TargetStates
 
@@ -46,6 +48,15 @@ class TargetPass:
     states: TargetStates
     draft_methods: list[str]  # who made the drafts verified here, per request
     clock: PhaseClock
+
+
+@dataclass(frozen=True)
+class VerifiedStep:
+    """What the rows hold by now."""
+
+    runs: Verification
+    num_rejected: torch.Tensor  # [num_reqs] int64; scheduled tokens whose KV is void
+    token_ids: torch.Tensor  # [num_logits] int64; the token of each logits row
 
 
 @dataclass
@@ -118,15 +129,14 @@ class ModelRunner:
         if inputs is not None and inputs.token_bitmask is not None:
             logits = mask_tokens(logits, inputs.token_bitmask, inputs.masked_rows)
         features = self._states.features(batch.logits_row_list)
-        verification, token_ids = self._verify(batch, logits, features)
-        self._update_rows(batch, verification)
-        logprobs = sampled_logprobs(target.states.logits, token_ids, features)
+        verified = self._verify(batch, logits, features)
+        logprobs = sampled_logprobs(target.states.logits, verified.token_ids, features)
         prompt_logprobs = self._prompt_logprobs(target)
         clock.lap("verify")
-        drafts = self._propose(target, verification)
+        drafts = self._propose(target, verified)
         clock.lap("draft")
         tensors = StepTensors(
-            results=pack_results(verification, batch.num_drafts, drafts.num_draft_tokens, drafts.is_bad),
+            results=pack_results(verified.runs, batch.num_drafts, (drafts.num_draft_tokens, drafts.is_bad)),
             next_drafts=drafts.token_ids if target.plan.needs_host_inputs else None,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
@@ -191,9 +201,8 @@ class ModelRunner:
         states = target.forward(batch, None)
         num_reqs, kind, vocab_size = len(batch.rows), descriptor.sampling, self._model.vocab_size
         features = uniform_features(len(batch.logits_rows), kind, vocab_size)
-        verification, _ = self._verify(batch, states.logits, features)
-        self._update_rows(batch, verification)
-        inputs = self._proposal_inputs(batch, states, verification)
+        verified = self._verify(batch, states.logits, features)
+        inputs = self._proposal_inputs(batch, states, verified)
         drafts = self._speculators.propose_uniformly(
             descriptor.method,
             replace(
@@ -203,7 +212,8 @@ class ModelRunner:
                 in_graph=True,
             ),
         )
-        return pack_results(verification, batch.num_drafts, drafts.num_draft_tokens, drafts.is_bad)
+        next_drafts = None if drafts is None else (drafts.num_draft_tokens, drafts.is_bad)
+        return pack_results(verified.runs, batch.num_drafts, next_drafts)
 
     def _needed_tokens(self, batch: InputBatch) -> NeededTokens | None:
         """Those that logits are computed of, unless somebody wants the hidden states of all."""
@@ -224,11 +234,9 @@ class ModelRunner:
         self._block_tables.apply(plan.block_table_updates)
         self._rows.set_drafts(plan.host_drafts)
 
-    def _verify(
-        self, batch: InputBatch, logits: torch.Tensor, features: BatchFeatures
-    ) -> tuple[Verification, torch.Tensor]:
-        """The emitted runs, and the token of each logits row. logits: [num_logits, vocab_size], the target's as far as
-        the host allows tokens."""
+    def _verify(self, batch: InputBatch, logits: torch.Tensor, features: BatchFeatures) -> VerifiedStep:
+        """Emit the runs and append them to the rows. logits: [num_logits, vocab_size], the target's as far as the host
+        allows tokens."""
         sample_batch = SampleBatch(
             rows=batch.logits_rows,
             positions=batch.logits_positions,
@@ -236,43 +244,23 @@ class ModelRunner:
             states=self._states,
             features=features,
         )
-        fed = batch.input_ids[batch.logits_indices]
-        drafts = locate_drafts(fed, batch.logits_reqs, batch.logits_start, batch.num_drafts)
+        drafts = VerifiedDrafts(batch.draft_ids, batch.logits_steps)
         ruled = self._rule.apply(logits, sample_batch, drafts)
-        room = self._rows.token_limit[batch.rows] - self._rows.num_tokens[batch.rows]
-        verification = verify(
-            token_ids=ruled.token_ids,
-            is_bad=ruled.is_bad,
-            is_accepted=ruled.is_accepted,
-            logits_start=batch.logits_start,
-            max_emitted=room.clamp(min=0),
-            max_drafts=batch.max_drafts,
-        )
-        return verification, ruled.token_ids
+        runs, num_rejected = emit_runs(ruled.token_ids, ruled.is_accepted, ruled.is_bad, batch, self._rows)
+        return VerifiedStep(runs, num_rejected, ruled.token_ids)
 
-    def _update_rows(self, batch: InputBatch, verification: Verification) -> None:
-        """Append the run, advance the counts. A prefill chunk computes all its tokens, a verification only the last
-        sampled token and the accepted drafts: as many as it emits."""
-        rows = self._rows
-        num_tokens = rows.num_tokens[batch.rows].to(torch.int64)
-        rows.write_tokens(batch.rows, num_tokens, verification.token_ids, verification.num_emitted)
-        rows.num_tokens[batch.rows] = (num_tokens + verification.num_emitted).to(torch.int32)
-        computed = batch.starts + torch.where(batch.is_prefill, batch.query_lens, verification.num_emitted)
-        rows.num_computed_tokens[batch.rows] = computed.to(torch.int32)
-
-    def _propose(self, target: TargetPass, verification: Verification) -> CheckedDrafts:
+    def _propose(self, target: TargetPass, verified: VerifiedStep) -> CheckedDrafts:
         batch = target.batch
         drafts = self._speculators.propose(
-            self._proposal_inputs(batch, target.states, verification),
+            self._proposal_inputs(batch, target.states, verified),
             keeps_up=[entry.keeps_up for entry in batch.scheduled],
         )
         self._remember_methods(batch.scheduled)
         return drafts
 
     def _proposal_inputs(
-        self, batch: InputBatch, states: TargetStates, verification: Verification
+        self, batch: InputBatch, states: TargetStates, verified: VerifiedStep
     ) -> ProposalInputs:
-        num_emitted = verification.num_emitted
         return ProposalInputs(
             row_list=batch.row_list,
             methods=[entry.method for entry in batch.scheduled],
@@ -284,8 +272,8 @@ class ModelRunner:
             states=self._states,
             hidden_states=states.hidden_states,
             aux_hidden_states=states.aux_hidden_states,
-            num_sampled=num_emitted,
-            num_rejected=torch.where(batch.is_prefill, 0, batch.query_lens - num_emitted),
+            num_sampled=verified.runs.num_emitted,
+            num_rejected=verified.num_rejected,
             draft_feeds=[entry.draft_feed for entry in batch.scheduled],
             draft_distributions=self._rule.draft_distributions,
         )

@@ -13,41 +13,18 @@ import torch
 
 from engine.messages import PositionLogprobs
 from engine.sampling.logprobs import LogprobsTensors
-from engine.sampling.verifier import Verification
 from engine.step import GraphKind, RowResult, ScheduledRequest, StepOutput
-
-NUM_COUNTS = 6  # columns before the tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTensors:
-    """What leaves the device. `results` [num_reqs, NUM_COUNTS + k_max + 1] int64, see `pack_results`."""
+    """What leaves the device. `results` [num_reqs, NUM_COUNTS + k_max + 1] int64, see
+    engine/kernels/pack_results.py."""
 
     results: torch.Tensor
     next_drafts: torch.Tensor | None = None  # [num_reqs, k] int64, -1 where there is none; for those who ask
     logprobs: LogprobsTensors | None = None  # by logits row
     prompt_logprobs: Mapping[int, LogprobsTensors] = field(default_factory=dict)  # by batch index
-
-
-def pack_results(
-    verification: Verification,
-    num_drafts: torch.Tensor,
-    num_next_drafts: torch.Tensor,
-    is_bad_draft: torch.Tensor,
-) -> torch.Tensor:
-    """One tensor, so that one copy brings it to the host. num_drafts: drafts verified; num_next_drafts, is_bad_draft:
-    of those made for the next step; [num_reqs] each. Columns: emitted, drafts, accepted, next drafts, bad, bad draft,
-    then the run, -1 beyond it.
-    """
-    counts = (
-        verification.num_emitted,
-        num_drafts,
-        verification.num_accepted,
-        num_next_drafts,
-        verification.is_bad.to(torch.int64),
-        is_bad_draft.to(torch.int64),
-    )
-    return torch.cat((torch.stack(counts, dim=1), verification.token_ids), dim=1)
 
 
 class PendingOutput:

@@ -17,7 +17,7 @@ from engine.batch.input_batch import BatchLayout, lay_out_decode
 from engine.cudagraph import MAX_GRAPH_CONTEXT, CaptureQueue, CudaGraphManager, sizes_up_to, smallest_size
 from engine.device import to_device
 from engine.request import NO_METHOD
-from engine.sampling.features import SAMPLING_KINDS, SamplingKind
+from engine.sampling.features import SAMPLING_KINDS, SamplingKind, most_general
 from engine.sampling.states import SamplingStates
 from engine.spec_decode.speculator import SpeculatorNeeds
 from engine.step import ScheduledRequest, StepPlan
@@ -80,6 +80,7 @@ class StepGraphs(CudaGraphManager[StepDescriptor]):
         self._max_seq_len = min(limits.max_seq_len, MAX_GRAPH_CONTEXT)
         self._padding = np.array([[limits.num_reqs], [0], [0]], dtype=np.int64)
         self._inputs = torch.zeros(3, limits.num_reqs, dtype=torch.int64, device=device)
+        self._layouts: dict[StepDescriptor, BatchLayout] = {}
         self._results: dict[StepDescriptor, torch.Tensor] = {}
         captures.plan(self, self._planned())
 
@@ -101,17 +102,18 @@ class StepGraphs(CudaGraphManager[StepDescriptor]):
     def prepare(self, descriptor: StepDescriptor) -> None:
         padding = np.repeat(self._padding, self._limits.num_reqs, axis=1)
         self._inputs.copy_(to_device(padding, self._inputs.device))
-
-    def run(self, descriptor: StepDescriptor) -> None:
+        # Made here, because what is constant in it need not be computed again by every replay.
         rows, planned_drafts, wanted_drafts = self._inputs[:, : descriptor.num_reqs].unbind()
-        layout = lay_out_decode(
+        self._layouts[descriptor] = lay_out_decode(
             rows,
             planned_drafts,
             wanted_drafts,
             max_drafts=descriptor.num_drafts,
             max_seq_len=descriptor.max_seq_len,
         )
-        self._results[descriptor] = self._run_step(layout, descriptor)
+
+    def run(self, descriptor: StepDescriptor) -> None:
+        self._results[descriptor] = self._run_step(self._layouts[descriptor], descriptor)
 
     def _planned(self) -> list[StepDescriptor]:
         """Greedy steps of every size and method at full length; what else batches need, they ask for."""
@@ -150,7 +152,7 @@ class StepGraphs(CudaGraphManager[StepDescriptor]):
             method=method,
             num_reqs=smallest_size(len(entries), self._limits.num_reqs),
             num_drafts=0 if num_drafts == 0 else smallest_size(num_drafts, most),
-            sampling=max((kind for kind in kinds if kind is not None), key=SAMPLING_KINDS.index),
+            sampling=most_general(kind for kind in kinds if kind is not None),
             max_seq_len=self._context(max_seq_len),
         )
 

@@ -56,7 +56,7 @@ class EagerTarget:
             self.backend, batch.attention, self.groups, self.caches, self.aux_layers, needed
         )
         hidden_states = self.model(batch.input_ids, batch.attention.positions, attention)
-        logits = self.model.compute_logits(hidden_states[batch.logits_indices])
+        logits = self.model.compute_logits(batch.of_logits_rows(hidden_states))
         return TargetStates(
             hidden_states=hidden_states, aux_hidden_states=attention.aux_hidden_states, logits=logits
         )

@@ -99,7 +99,7 @@ LINEAR_TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-2, torch.bfloat16: 0.
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
-@pytest.mark.parametrize("variant", ["plain", "bias", "residual", "silu", "gelu_tanh"])
+@pytest.mark.parametrize("variant", ["plain", "bias", "residual", "factor", "silu", "gelu_tanh"])
 @pytest.mark.parametrize(
     ("num_rows", "in_features", "out_features"), [(1, 64, 48), (5, 200, 34), (40, 96, 32)]
 )
@@ -114,6 +114,10 @@ def test_skinny_linear(
         options["bias"] = random(out_features, dtype=dtype, seed=2)
     elif variant == "residual":
         options["residual"] = random(num_rows, out_features, dtype=dtype, seed=2)
+    elif variant == "factor":
+        x = x / 4
+        options["activation"] = "gelu_tanh"
+        options["factor"] = random(num_rows, 2, out_features, dtype=dtype, seed=2)[:, 1]
     elif is_gated:
         x = x / 4
         options["activation"] = variant
@@ -126,7 +130,7 @@ def test_skinny_linear(
     )
 
 
-@pytest.mark.parametrize("num_rows", [3, 17, 33, 64])
+@pytest.mark.parametrize("num_rows", [3, 17, 33, 64, 130])
 def test_a_row_of_a_skinny_product_does_not_depend_on_the_others(num_rows: int) -> None:
     x, weight = random(num_rows, 128, dtype=HALF), random(48, 128, dtype=HALF, seed=1)
     together = skinny_linear(x, weight)

@@ -56,14 +56,24 @@ def record_rounds(speculator: AutoRegressiveSpeculator) -> list[Round]:
     """From now on every round is appended to the list."""
     recorder = RoundRecorder()
     sampler: Any = speculator._sampler  # type: ignore[attr-defined]
-    inner = sampler.draw
+    inner, inner_among = sampler.draw, sampler.draw_among
 
     def draw(logits: torch.Tensor, inputs: ProposalInputs, positions: torch.Tensor) -> torch.Tensor:
         drafts: torch.Tensor = inner(logits, inputs, positions)
         recorder.record(logits, drafts, inputs, positions)
         return drafts
 
-    sampler.draw = draw
+    def draw_among(
+        logits: torch.Tensor, token_ids: torch.Tensor, inputs: ProposalInputs, positions: torch.Tensor
+    ) -> torch.Tensor:
+        sampler.draw = inner  # which it may call
+        drafts: torch.Tensor = inner_among(logits, token_ids, inputs, positions)
+        sampler.draw = draw
+        spread = logits.new_full((len(logits), inputs.states.vocab_size), float("-inf"))
+        recorder.record(spread.scatter_(1, token_ids, logits), drafts, inputs, positions)
+        return drafts
+
+    sampler.draw, sampler.draw_among = draw, draw_among
     return recorder.rounds
 
 

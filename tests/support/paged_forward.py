@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -11,6 +12,8 @@ from engine.attention.backend import AttentionBackend, AttentionContext
 from engine.attention.metadata import AttentionInputs, LayerKVCache
 from engine.attention.torch_backend import TorchAttentionBackend
 from engine.models.base import CausalLM
+
+CPU = torch.device("cpu")
 
 
 def make_attention_inputs(
@@ -40,6 +43,17 @@ def make_attention_inputs(
     )
 
 
+def on_device(inputs: AttentionInputs, device: torch.device) -> AttentionInputs:
+    return replace(
+        inputs,
+        query_start_loc=inputs.query_start_loc.to(device),
+        seq_lens=inputs.seq_lens.to(device),
+        positions=inputs.positions.to(device),
+        block_tables=tuple(table.to(device) for table in inputs.block_tables),
+        slot_mappings=tuple(slots.to(device) for slots in inputs.slot_mappings),
+    )
+
+
 class PagedForward:
     """`num_requests` requests over caches of garbage, each with its share of shuffled blocks."""
 
@@ -52,8 +66,10 @@ class PagedForward:
         block_size: int,
         dtype: torch.dtype,
         backend: AttentionBackend | None = None,
+        device: torch.device = CPU,
     ) -> None:
         self.model = model
+        self.device = device
         self.backend = backend or TorchAttentionBackend()
         self.block_size = block_size
         self.num_computed = [0] * num_requests
@@ -69,7 +85,7 @@ class PagedForward:
             for layer in group.layer_indices:
                 # NaN wherever nothing was written: whoever reads it shows it.
                 self.caches[layer] = LayerKVCache.of_group(
-                    group, partial(torch.full, shape, torch.nan, dtype=dtype)
+                    group, partial(torch.full, shape, torch.nan, dtype=dtype, device=device)
                 )
 
     @torch.inference_mode()
@@ -86,8 +102,9 @@ class PagedForward:
             self.block_size,
             len(self.groups),
         )
+        inputs = on_device(inputs, self.device)
         context = AttentionContext(self.backend, inputs, self.groups, self.caches)
-        input_ids = torch.tensor([token for _, ids in tokens for token in ids])
+        input_ids = torch.tensor([token for _, ids in tokens for token in ids], device=self.device)
         logits = self.model.compute_logits(self.model(input_ids, inputs.positions, context))
         for request, count in zip(requests, query_lens, strict=True):
             self.num_computed[request] += count

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 
 from engine.attention.backend import AttentionContext
 from engine.attention.metadata import AttentionInputs
-from engine.spec_decode.speculator import DraftContext, DraftTokens, ProposalInputs
+from engine.spec_decode.speculator import DraftTokens, ProposalInputs
 from tests.support.draft_rounds import RoundChecker, record_rounds
 from tests.support.engine_harness import Harness
 from tests.support.tiny_drafters import Workshop, shared_workshop
@@ -65,27 +66,19 @@ def reads_the_target_table(speculator: Speculator) -> None:
     speculator.propose, speculator._attention_context = propose_watched, attention_context
 
 
-class UnlimitedTables:
-    """Block tables that give a slot for every position, owned or not."""
-
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
-
-    def slot_mapping(
-        self, group: int, rows: torch.Tensor, positions: torch.Tensor, limits: torch.Tensor
-    ) -> torch.Tensor:
-        slots: torch.Tensor = self._inner.slot_mapping(group, rows, positions, torch.full_like(limits, 10**6))
-        return slots
-
-
 def stores_beyond_its_slots(speculator: Speculator) -> None:
-    bind = speculator.bind
+    """A draft step has a slot for every request, whether or not it wants the draft and owns the block."""
+    attention = speculator._decode_attention
 
-    def bind_unlimited(context: DraftContext) -> None:
-        tables: Any = UnlimitedTables(context.block_tables)
-        bind(replace(context, block_tables=tables))
+    def decode_attention(inputs: ProposalInputs, drawn_at: torch.Tensor, step: int) -> AttentionContext:
+        rows: Any = SimpleNamespace(**vars(inputs.request_rows))
+        rows.token_limit = torch.full_like(rows.token_limit, 10**6)
+        wants_all = torch.full_like(inputs.num_wanted, 10**6)
+        unlimited = replace(inputs, request_rows=rows, num_wanted=wants_all)
+        context: AttentionContext = attention(unlimited, drawn_at, step)
+        return context
 
-    speculator.bind = bind_unlimited
+    speculator._decode_attention = decode_attention
 
 
 MUTANTS: list[tuple[Callable[[Speculator], None], str]] = [

@@ -11,14 +11,15 @@ import pytest
 import torch
 
 from engine.batch.request_rows import RequestRows
+from engine.kernels.emit_runs import verify_reference as verify
 from engine.params import SamplingParams
 from engine.sampling.sampler import SampleBatch
 from engine.sampling.states import SamplingStates
 from engine.sampling.verification_rule import CoupledRule
-from engine.sampling.verifier import locate_drafts, verify
 from engine.spec_decode.draft_sampling import DraftSampler
 from engine.spec_decode.speculator import ProposalInputs
 from engine.step import NewRow
+from tests.support.located_drafts import locate_drafts
 
 NUM_DRAWS = 100_000
 VOCAB = 8

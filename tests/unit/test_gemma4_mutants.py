@@ -94,7 +94,7 @@ def hidden_before_embedding(speculator: Speculator) -> None:
 
 def feedback_before_the_norm(speculator: Speculator) -> None:
     model, raw = speculator._model, []
-    model.norm.register_forward_pre_hook(lambda module, args: raw.append(args[0]))
+    model.layers[-1].register_forward_hook(lambda module, args, output: raw.append(output[0]))
     forward = speculator.draft_forward
 
     def draft_forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -67,7 +67,8 @@ def test_worked_example() -> None:
     assert batch.input_ids.tolist() == [410, 411, 412, 108, 109]
     assert batch.logits_indices.tolist() == [0, 1, 2, 4]
     assert batch.logits_start.tolist() == [0, 3, 4]
-    assert batch.logits_reqs.tolist() == [0, 0, 0, 1]
+    assert batch.logits_steps.tolist() == [0, 1, 2, 0]
+    assert batch.draft_ids.tolist() == [411, 412, -1, -1]
     assert batch.logits_rows.tolist() == batch.logits_row_list == [4, 4, 4, 1]
     assert batch.logits_positions.tolist() == [11, 12, 13, 10]
 

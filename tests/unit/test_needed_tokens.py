@@ -60,12 +60,12 @@ def run(
     """The results, and the rows that the last layer computed in each pass."""
     rows: list[int] = []
     forward = GemmaDecoderLayer.forward
-    last = loaded.model.layers[-1]  # type: ignore[index, union-attr]
+    last = loaded.model.layers[-1]  # type: ignore[index]
 
-    def count(self: GemmaDecoderLayer, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    def count(self: GemmaDecoderLayer, x: torch.Tensor, *arguments: Any, **options: Any) -> Any:
         if self is last:
             rows.append(len(x))
-        return forward(self, x, *arguments)
+        return forward(self, x, *arguments, **options)
 
     config = engine_config(
         model={"model": "test"},

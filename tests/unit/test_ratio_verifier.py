@@ -13,6 +13,8 @@ import torch
 
 from engine.batch.request_rows import RequestRows
 from engine.config import SpeculatorConfig
+from engine.kernels.emit_runs import Verification
+from engine.kernels.emit_runs import verify_reference as verify
 from engine.kernels.keyed_noise import ACCEPT_STREAM, DRAFT_STREAM, keyed_uniform_reference
 from engine.params import SamplingParams
 from engine.sampling import ratio_rule
@@ -20,12 +22,12 @@ from engine.sampling.draft_distributions import DraftDistributions
 from engine.sampling.ratio_rule import RatioRule
 from engine.sampling.sampler import SampleBatch, Sampler
 from engine.sampling.states import SamplingStates
-from engine.sampling.verifier import Verification, locate_drafts, verify
 from engine.spec_decode.draft_sampling import DraftSampler
 from engine.spec_decode.registry import SPECULATORS, init_speculator
 from engine.spec_decode.speculator import ProposalInputs
 from engine.step import NewRow
 from tests.support.engine_harness import Harness, make_core, request, scripted_model
+from tests.support.located_drafts import locate_drafts
 from tests.support.scripted_speculators import PATTERNS, VOCAB_SIZE, ScriptedSpeculator
 from tests.support.scripted_target import ScriptedTarget, reference_continuation
 from tests.support.tiny_drafters import Workshop, families_of, shared_workshop

@@ -104,6 +104,7 @@ def test_tensors_that_do_not_fit_are_named(workshop: Workshop, method: str, tmp_
     [
         (torch.full((200,), 200), r"d2t: got ids outside the vocabulary, expected 0\.\.319"),
         (torch.zeros(199, dtype=torch.int64), r"d2t: got shape \[199\], expected \[200\]"),
+        (torch.tensor([1] + [0] * 199), "d2t: got the same id for several draft tokens"),
     ],
 )
 def test_a_draft_vocabulary_outside_the_target_is_refused(

@@ -10,13 +10,14 @@ import torch
 
 from engine.batch.request_rows import RequestRows
 from engine.errors import ConfigError
+from engine.kernels.emit_runs import verify_reference as verify
 from engine.params import SamplingParams
 from engine.sampling.features import batch_features, row_traits
 from engine.sampling.sampler import SampleBatch, Sampler
 from engine.sampling.states import SamplingStates
 from engine.sampling.synthetic_rule import SyntheticRule
-from engine.sampling.verifier import locate_drafts, verify
 from tests.support.engine_harness import Harness, make_core, request, scripted_model
+from tests.support.located_drafts import locate_drafts
 from tests.support.scripted_speculators import PATTERNS, VOCAB_SIZE, ScriptedSpeculator
 from tests.support.scripted_target import ScriptedTarget, reference_continuation
 

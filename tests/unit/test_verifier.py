@@ -9,7 +9,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from engine.sampling.verifier import Verification, locate_drafts, verify
+from engine.kernels.emit_runs import Verification
+from engine.kernels.emit_runs import verify_reference as verify
+from tests.support.located_drafts import locate_drafts
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,166 @@
+"""Exact numerics on a CUDA device, part by part: a row's bits at any number of rows, a token's logits in any chunk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.geometries import GEOMETRIES, with_layers
+from engine.attention.exact_backend import ExactAttentionBackend
+from engine.config import ModelConfig
+from engine.kernels.skinny_linear import skinny_linear
+from engine.layers.exact import make_exact
+from engine.layers.exact_products import ExactProducts
+from engine.layers.linear import Linear
+from engine.layers.norm import RMSNorm
+from engine.models.base import CausalLM
+from engine.models.loader import load_model
+from tests.support.paged_forward import PagedForward
+from tests.support.tiny_drafters import shared_workshop
+
+pytestmark = pytest.mark.gpu
+DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
+ROW_COUNTS = (1, 2, 5, 8, 16, 17, 24, 33, 64, 65, 100, 128, 200, 256, 300, 777, 1024, 1500, 4096, 5000)
+SHAPES = {  # out_features, in_features
+    "135M qkv": (960, 576),
+    "135M down": (576, 1536),
+    "135M gate_up": (3072, 576),
+    "8B qkv": (6144, 4096),
+    "8B down": (4096, 14336),
+    "tiny": (32, 64),
+    "ragged": (36, 100),
+}
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=DTYPE, device=DEVICE)
+
+
+def make_linear(shape: tuple[int, int], *, bias: bool = False) -> Linear:
+    layer = Linear(shape[1], [("y", shape[0])], bias=bias, dtype=DTYPE, device=DEVICE)
+    layer.weight.copy_(random(*shape, seed=1) * shape[1] ** -0.5)
+    if layer.bias is not None:
+        layer.bias.copy_(random(shape[0], seed=2))
+    make_exact(layer)
+    return layer
+
+
+def assert_rows_are_independent(compute: Callable[[slice], torch.Tensor], num_rows: int) -> None:
+    """`compute`: the result of these rows of the input alone. All at once are the oracle."""
+    expected = compute(slice(0, num_rows))
+    for count in ROW_COUNTS:
+        for start in {0, num_rows - count}:
+            if start >= 0:
+                rows = slice(start, start + count)
+                assert torch.equal(compute(rows), expected[rows]), f"{count} rows from {start} on"
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_products(shape: tuple[int, int], bias: bool) -> None:
+    layer, x = make_linear(shape, bias=bias), random(ROW_COUNTS[-1], shape[1])
+    assert_rows_are_independent(lambda rows: layer(x[rows]), len(x))
+
+
+@pytest.mark.parametrize("shape", [(960, 576), (4096, 14336)], ids=str)
+def test_products_are_those_of_our_kernel(shape: tuple[int, int]) -> None:
+    layer, x = make_linear(shape), random(300, shape[1])
+    for count in (1, 16, 40, 300):
+        assert torch.equal(layer(x[:count]), skinny_linear(x[:count], layer.weight))
+
+
+@pytest.mark.parametrize("num_rows", [17, 64, 200])
+def test_products_in_a_graph(num_rows: int) -> None:
+    """The library may not choose another code there."""
+    layer, x = make_linear((4096, 14336)), random(num_rows, 14336)
+    expected = layer(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = layer(x)
+    graph.replay()
+    assert torch.equal(y, expected)
+
+
+def test_products_with_what_follows_them() -> None:
+    """Activation and residual sum, in the kernel for few rows and behind the library for many."""
+    gated, x = make_linear((3072, 576)), random(600, 576)
+    residual, factors = random(600, 960, seed=3), random(600, 256, seed=4)
+    plain, narrow = make_linear((960, 576)), make_linear((256, 576))
+    norm = RMSNorm(960, 1e-5, dtype=DTYPE, device=DEVICE)
+    norm.weight.copy_(random(960, seed=5))
+    assert_rows_are_independent(lambda rows: gated.gated(x[rows], "silu"), 600)
+    assert_rows_are_independent(lambda rows: gated.gated(x[rows], "gelu_tanh"), 600)
+    assert_rows_are_independent(lambda rows: narrow.activated(x[rows], "gelu_tanh", factors[rows]), 600)
+    assert_rows_are_independent(lambda rows: plain.add_to(residual[rows], x[rows]), 600)
+    for index in range(2):  # the sum and its norm
+        assert_rows_are_independent(
+            lambda rows, index=index: norm.after(residual[rows], plain, x[rows])[index], 600
+        )
+
+
+def test_heads() -> None:
+    products, x, weight = ExactProducts(), random(700, 576), random(49152, 576, seed=1)
+    assert_rows_are_independent(lambda rows: products.linear(x[rows], weight, None), 700)
+
+
+def dummy_model(folder: Path, geometry: str, num_layers: int) -> Path:
+    config = {"torch_dtype": "bfloat16", "eos_token_id": 2, **with_layers(GEOMETRIES[geometry], num_layers)}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(params=["llama", "gemma4_ple", "smollm2-135m"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
+    """Tiny ones, and the geometry of a real one with random weights."""
+    if request.param in GEOMETRIES:
+        path, load_format = dummy_model(tmp_path_factory.mktemp("dummy"), request.param, 4), "dummy"
+    else:
+        path, load_format = shared_workshop(tmp_path_factory, request.param).target_path, "auto"
+    config = ModelConfig.model_validate(
+        {"model": str(path), "load_format": load_format, "dtype": "bfloat16", "seed": 1}
+    )
+    model = load_model(config, device=DEVICE).model
+    make_exact(model)
+    return model
+
+
+def test_logits_do_not_depend_on_chunks_and_neighbours(model: CausalLM) -> None:
+    """Whole prompts one by one are the oracle; then all of them together, in chunks of sizes that differ, and at last
+    token by token."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = (300, 140, 33, 17, 5, 259)
+    prompts = [torch.randint(3, 300, (length,), generator=generator).tolist() for length in lengths]
+
+    def forward() -> PagedForward:
+        return PagedForward(
+            model,
+            num_requests=len(prompts),
+            max_tokens=320,
+            block_size=16,
+            dtype=DTYPE,
+            backend=ExactAttentionBackend(),
+            device=DEVICE,
+        )
+
+    alone = forward()
+    expected = [alone.step([(index, prompt)])[0] for index, prompt in enumerate(prompts)]
+    for chunks in ([300] * 6, [64, 7, 16, 17, 1, 33], [16] * 6, [5, 1, 1, 4, 2, 1], [1] * 6):
+        together = forward()
+        logits: list[list[torch.Tensor]] = [[] for _ in prompts]
+        while any(done < len(prompt) for done, prompt in zip(together.num_computed, prompts, strict=True)):
+            batch = [
+                (index, prompt[done : done + chunk])
+                for index, (done, prompt, chunk) in enumerate(
+                    zip(together.num_computed, prompts, chunks, strict=True)
+                )
+                if done < len(prompt)
+            ]
+            for (index, _), rows in zip(batch, together.step(batch), strict=True):
+                logits[index].append(rows)
+        for parts, whole in zip(logits, expected, strict=True):
+            assert torch.equal(torch.cat(parts), whole), chunks

@@ -1,0 +1,147 @@
+"""Which products the library may compute in exact numerics: a made-up library that agrees at some numbers of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from engine.attention.registry import make_attention_backend
+from engine.config import engine_config
+from engine.errors import ConfigError
+from engine.kernels.skinny_linear import Tiling
+from engine.layers import exact_products
+from engine.layers.exact import inexact_layers, make_exact
+from engine.layers.exact_products import ExactProducts, ShapePlan, find_library_rows
+from engine.layers.linear import Linear
+from engine.layers.moe import RoutedExperts
+from engine.worker.numerics import set_numerics
+from tests.support.engine_harness import scripted_model
+
+CPU = torch.device("cpu")
+
+
+class Library:
+    """Its result is another one, in the last bit of one element, unless it agrees at this number of rows."""
+
+    def __init__(self, agrees_at: Collection[int]) -> None:
+        self._agrees_at = agrees_at
+        self.asked: list[int] = []
+
+    def product(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        self.asked.append(len(x))
+        y = ours(x, weight, bias)
+        if len(x) not in self._agrees_at:
+            y[-1, -1] = torch.nextafter(y[-1, -1], torch.tensor(torch.inf, dtype=y.dtype))
+        return y if out is None else out.copy_(y)
+
+
+def ours(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    tiling: Tiling | None = None,
+) -> torch.Tensor:
+    """Row by row, so that nothing depends on their number; with tiles of 128 columns another sum."""
+    if not len(x):
+        raise AssertionError("a launch of no programs")
+    y = torch.cat([F.linear(row[None], weight, bias) for row in x])
+    return y * (1 + 2**-52) if tiling is not None and tiling.block_n == 128 else y
+
+
+@pytest.fixture
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Library:
+    made = Library(request.param)
+    monkeypatch.setattr(exact_products, "library_product", made.product)
+    monkeypatch.setattr(exact_products, "skinny_linear", ours)
+    monkeypatch.setattr(exact_products, "TRIED_ROWS", TRIED)
+    monkeypatch.setattr(exact_products, "CHEAP_ROWS", 8)
+    return made
+
+
+TRIED = (1, 2, 3, 4, 6, 8, 12, 16, 20)
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("library", [(), (1,), (2, 6, 16), (3, 4, 12), TRIED], indirect=True, ids=str)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_the_library_gets_only_numbers_of_rows_at_which_it_agrees(library: Library, has_bias: bool) -> None:
+    weight, bias = random(16, 24), random(16) if has_bias else None
+    found = find_library_rows(weight, bias)
+    assert found == tuple(rows for rows in TRIED if rows in library._agrees_at)
+    products = ExactProducts()
+    products.plans[16, 24, has_bias] = ShapePlan(found)
+    library.asked.clear()
+    for num_rows in range(50):
+        x = random(num_rows, 24)
+        y = products.linear(x, weight, bias)
+        assert y.shape == (num_rows, 16)
+        if num_rows:
+            assert torch.equal(y, ours(x, weight, bias))
+    assert set(library.asked) <= set(found)
+
+
+@pytest.mark.parametrize("library", [TRIED], indirect=True, ids=str)
+def test_many_rows_are_cut_into_parts_of_the_largest_number(library: Library) -> None:
+    products, weight = ExactProducts(), random(16, 24)
+    products.plans[16, 24, False] = ShapePlan((8, 12))
+    products.linear(random(29, 24), weight, None)
+    assert library.asked == [12, 12, 8]
+
+
+@pytest.mark.parametrize("library", [TRIED], indirect=True, ids=str)
+def test_the_library_gets_no_shape_whose_rows_start_anywhere(library: Library) -> None:
+    assert find_library_rows(random(12, 24), None) == ()
+    assert find_library_rows(random(16, 20), None) == ()
+    assert not library.asked
+
+
+@pytest.mark.parametrize("library", [(2, 6)], indirect=True, ids=str)
+def test_a_model_is_switched_over_with_all_its_linear_layers(library: Library) -> None:
+    layers = [
+        Linear(24, [("a", 8), ("b", 8)], bias=bias, dtype=torch.float64, device=CPU) for bias in (True, False)
+    ]
+    for layer in layers:
+        layer.weight.copy_(random(16, 24))
+        if layer.bias is not None:
+            layer.bias.copy_(random(16))
+    products = make_exact(torch.nn.Sequential(*layers))
+    assert set(products.plans) == {(16, 24, True), (16, 24, False)}
+    for plan in products.plans.values():
+        assert plan.library_rows == (2, 6)
+        assert plan.few is not None
+        assert plan.many is None  # it sums in another way
+    for layer in layers:
+        x = random(5, 24)
+        expected = ours(x, layer.weight, layer.bias)
+        assert torch.equal(layer(x), expected)
+        assert torch.equal(layer.add_to(expected, x), expected + expected)
+
+
+def test_layers_without_an_exact_form_are_named() -> None:
+    experts = RoutedExperts(2, 8, 8, activation="silu", dtype=torch.float32, device=CPU)
+    assert inexact_layers(torch.nn.Sequential(experts, torch.nn.Identity())) == ["RoutedExperts"]
+
+
+def test_exact_numerics_need_a_device_that_has_them() -> None:
+    config = engine_config(model={"model": "m"}, numerics="exact")
+    with pytest.raises(ConfigError, match="numerics: got 'exact' on cpu, expected a CUDA device"):
+        set_numerics(config, scripted_model(), CPU)
+    assert set_numerics(engine_config(model={"model": "m"}), scripted_model(), CPU) == "fast"
+
+
+def test_exact_attention_backends_are_a_table_of_their_own() -> None:
+    with pytest.raises(ConfigError, match="with exact numerics: got 'torch', expected one of triton"):
+        make_attention_backend("torch", CPU, True)
