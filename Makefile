@@ -20,8 +20,8 @@ CHECKOV := .cache/checkov/bin/checkov
 help:  ## List these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(INSTALLED)  ## Serve SmolLM2, stream a generation over gRPC, compare draft methods (MODEL=..., ARGS="--speculator ...")
-	@$(BIN)/python -m tools.demo --model '$(or $(MODEL),smollm2)' $(ARGS)
+demo: $(INSTALLED)  ## Serve the small Gemma 4, stream a generation, compare draft methods (MODEL=smollm2, ARGS="--speculator ...")
+	@$(BIN)/python -m tools.demo --model '$(or $(MODEL),tiny-gemma4)' $(ARGS)
 
 serve: $(INSTALLED)  ## Serve a model in the foreground (MODEL=..., ARGS="--port 50051 ...")
 	@model=$$($(BIN)/python -m tools.fetch_model '$(or $(MODEL),smollm2)') && exec $(BIN)/slipstream serve --model "$$model" $(ARGS)

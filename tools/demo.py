@@ -2,7 +2,7 @@
 
 Starts the real server on a small model with its draft methods, streams one chat generation with a plain gRPC client,
 then asks a few prompts without drafts and with each method in turns, and shows the rates. What is known of models here
-is which one the head in models/ drafts for.
+is what drafts for which of them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import grpc
@@ -28,7 +28,7 @@ from server.pb.slipstream.v1 import generation_pb2_grpc as pb_grpc
 from tools.fetch_model import FetchError, resolve
 from tools.server_process import ServerProcess, ServerStartError, exit_on_sigterm
 
-_HEAD = Path(__file__).parent.parent / "models" / "smollm2-eagle3"
+_MODELS = Path(__file__).parent.parent / "models"
 _LOOKUPS = ("ngram,k=3", "suffix,k=3")  # need no model of their own
 _PLAIN = "none"
 _PROMPTS = (
@@ -40,14 +40,34 @@ _PROMPTS = (
 
 @dataclass(frozen=True)
 class Show:
-    """A model, and what drafts for it, as `serve --speculator` takes it."""
+    """A model, and what drafts for it, as `serve --speculator` takes it. `rounds`: how often all prompts are asked."""
 
     model: str
     speculators: tuple[str, ...]
+    prompts: tuple[str, ...] = _PROMPTS
+    rounds: int = 1
+    arguments: tuple[str, ...] = ()  # more for `serve`
 
     @property
     def methods(self) -> list[str]:
         return [speculator.split(",", 1)[0] for speculator in self.speculators]
+
+
+DEFAULT_MODEL = "tiny-gemma4"
+_SHOWS = {
+    "tiny-gemma4": Show(
+        str(_MODELS / "tiny-gemma4"),
+        (f"gemma4_mtp,model={_MODELS / 'tiny-gemma4-assistant'},positions=last_token,k=4", *_LOOKUPS),
+        prompts=(
+            "Explain in three sentences why the sky is blue.",
+            "Write a story in two paragraphs that takes place on the moon. A turtle wins a race by being kind.",
+            "A shop sells 34 coins a day. Each costs $3. How much money does it make in 5 days?",
+        ),
+        rounds=3,
+        arguments=("--num-threads", "1"),  # its matrices are too small to be shared between cores
+    ),
+    "smollm2": Show("smollm2", (f"eagle3,model={_MODELS / 'smollm2-eagle3'},k=3", *_LOOKUPS)),
+}
 
 
 @dataclass(frozen=True)
@@ -70,8 +90,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--model",
-        default="smollm2",
-        help="a known model, a directory, a GGUF file or a hub id; default: smollm2 with the head in models/",
+        default=DEFAULT_MODEL,
+        help="tiny-gemma4 (in models/; default), smollm2 or another known model, a directory, a GGUF file, a hub id",
     )
     parser.add_argument(
         "--speculator",
@@ -98,11 +118,9 @@ def main() -> int:
 
 
 def choose_show(model: str, speculators: Sequence[str]) -> Show:
-    """`speculators`: what the user wants; none: lookups, and for SmolLM2 the head that comes with the project."""
-    if speculators:
-        return Show(model, tuple(speculators))
-    heads = (f"eagle3,model={_HEAD},k=3",) if model == "smollm2" else ()
-    return Show(model, (*heads, *_LOOKUPS))
+    """`speculators`: what the user wants; none: lookups, and the drafter in models/ if it has one for this model."""
+    show = _SHOWS.get(model, Show(model, _LOOKUPS))
+    return replace(show, speculators=tuple(speculators)) if speculators else show
 
 
 def run(console: Console, show: Show, prompt: str | None, max_tokens: int) -> None:
@@ -112,7 +130,9 @@ def run(console: Console, show: Show, prompt: str | None, max_tokens: int) -> No
     arguments = [part for speculator in show.speculators for part in ("--speculator", speculator)]
     with tempfile.TemporaryDirectory(prefix="slipstream-demo-") as folder:
         server = ServerProcess(
-            path, Path(folder) / "server.log", arguments=(*arguments, "--dtype", best_dtype())
+            path,
+            Path(folder) / "server.log",
+            arguments=(*arguments, *show.arguments, "--dtype", best_dtype()),
         )
         start = time.perf_counter()
         with console.status("starting the server, waiting for health SERVING ..."):
@@ -121,12 +141,13 @@ def run(console: Console, show: Show, prompt: str | None, max_tokens: int) -> No
             console.print(f"server: {server.address}, SERVING after {time.perf_counter() - start:.1f} s")
             with grpc.insecure_channel(server.address) as channel:
                 stub = pb_grpc.GenerationServiceStub(channel)
-                shown = prompt or _PROMPTS[0]
+                shown = prompt or show.prompts[0]
                 console.print(f"prompt: {shown}\n", markup=False)
                 outcome = stream(stub, shown, max_tokens, show.methods[0], is_shown=True)
                 console.print(details(outcome))
                 with console.status("asking with and without drafts, in turns ..."):
-                    outcomes = compare(stub, _PROMPTS, max_tokens, [_PLAIN, *show.methods])
+                    prompts = show.prompts * show.rounds
+                    outcomes = compare(stub, prompts, max_tokens, [_PLAIN, *show.methods])
             console.print(comparison(outcomes))
         finally:
             status = server.stop()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from server.pb.slipstream.v1 import generation_pb2 as pb
-from tools.demo import Outcome, acceptance_length, best_dtype, choose_show, comparison
+from tools.demo import DEFAULT_MODEL, Outcome, acceptance_length, best_dtype, choose_show, comparison
 
 
 def outcome(tokens: int, seconds: float, verifications: int = 0, length: float = 0.0) -> Outcome:
@@ -18,11 +18,16 @@ def outcome(tokens: int, seconds: float, verifications: int = 0, length: float =
     return Outcome(finished=finished, time_to_first_token=1.0, total=1.0 + seconds)
 
 
-def test_smollm2_is_shown_with_the_head_that_comes_with_the_project() -> None:
-    show = choose_show("smollm2", [])
-    assert show.methods == ["eagle3", "ngram", "suffix"]
-    head = dict(pair.split("=") for pair in show.speculators[0].split(",")[1:])["model"]
-    assert (Path(head) / "model.safetensors").exists()
+@pytest.mark.parametrize(("model", "method"), [(DEFAULT_MODEL, "gemma4_mtp"), ("smollm2", "eagle3")])
+def test_models_are_shown_with_the_drafter_that_comes_with_the_project(model: str, method: str) -> None:
+    show = choose_show(model, [])
+    assert show.methods == [method, "ngram", "suffix"]
+    drafter = dict(pair.split("=") for pair in show.speculators[0].split(",")[1:])["model"]
+    assert (Path(drafter) / "model.safetensors").exists()
+
+
+def test_the_default_model_is_in_the_project_and_needs_no_download() -> None:
+    assert (Path(choose_show(DEFAULT_MODEL, []).model) / "model.safetensors").exists()
 
 
 def test_any_other_model_is_shown_with_what_needs_no_model() -> None:
@@ -33,6 +38,7 @@ def test_any_other_model_is_shown_with_what_needs_no_model() -> None:
 def test_what_the_user_wants_to_draft_is_all_that_drafts() -> None:
     wanted = "gemma4_mtp,model=assistant,k=4"
     assert choose_show("pair", [wanted]).speculators == (wanted,)
+    assert choose_show(DEFAULT_MODEL, [wanted]).speculators == (wanted,)
 
 
 @pytest.mark.parametrize(

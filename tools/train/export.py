@@ -24,10 +24,13 @@ def write_checkpoint(
         name: (tensor.detach().to(dtype) if tensor.is_floating_point() else tensor).cpu().contiguous()
         for name, tensor in tensors.items()
     }
+    write_json(folder / "config.json", config)
     partial = folder / "model.safetensors.partial"
     save_file(weights, partial, metadata={"format": "pt"})
+    partial.chmod(
+        (folder / "config.json").stat().st_mode
+    )  # safetensors makes files that only their owner reads
     partial.rename(folder / "model.safetensors")
-    write_json(folder / "config.json", config)
     if generation_config is not None:
         write_json(folder / "generation_config.json", generation_config)
 

@@ -47,12 +47,12 @@ text() {  # another SEED adds to what is there
 target() {
     train target --text "$TEXT/books.txt.xz" "$TEXT/peps.txt.xz" "$TEXT/gsm8k_train.txt.xz" --samples "$WORK/text" \
         --tokenizer "${TOKENIZER:-$WORK/tokenizer}" --output "$WORK/tiny-gemma4" --state "$WORK/states/target" \
-        --time-limit "${TARGET_SECONDS:-200}"
+        --time-limit "${TARGET_SECONDS:-170}"
     keep tiny-gemma4
 }
 
 own_text() {
-    train sample --model "$WORK/tiny-gemma4" --output "$WORK/own-text" --time-limit "${OWN_TEXT_SECONDS:-45}" \
+    train sample --model "$WORK/tiny-gemma4" --output "$WORK/own-text" --time-limit "${OWN_TEXT_SECONDS:-60}" \
         --workers "${WORKERS:-4}" --num-seqs 256 --kv-cache-gib 4 --kinds chat --greedy-share 0.5
     keep own-text
 }
@@ -61,14 +61,14 @@ assistant() {  # both policies of where a draft stands
     for positions in ${POLICIES:-last_key last_token}; do
         train assistant --target "$WORK/tiny-gemma4" --samples "$WORK/own-text" --positions "$positions" \
             --output "$WORK/assistant-$positions" --state "$WORK/states/assistant-$positions" \
-            --time-limit "${ASSISTANT_SECONDS:-60}"
+            --time-limit "${ASSISTANT_SECONDS:-90}"
         keep "assistant-$positions"
     done
 }
 
 eagle() {
     train eagle --target "$SMOLLM2" --samples "$WORK/text" --output "$WORK/smollm2-eagle3" \
-        --state "$WORK/states/eagle" --time-limit "${EAGLE_SECONDS:-240}"
+        --state "$WORK/states/eagle" --time-limit "${EAGLE_SECONDS:-230}"
     keep smollm2-eagle3
 }
 
@@ -88,6 +88,19 @@ evaluate_eagle() {
     train evaluate --target "$SMOLLM2" $(smollm2_tokenizer) --prompts "$PROMPTS" --k 4 --max-model-len 2048 \
         --speculator "eagle3,model=$WORK/smollm2-eagle3" --batch-sizes 1 8 64 --num-prompts 40 \
         --output "$WORK/figures/smollm2-eagle3.json"
+    keep figures
+}
+
+# Tokens per second, off and on, of what is under models/, which is all that it needs, and SMOLLM2 for its head.
+speed() {
+    mkdir -p "$WORK/figures"
+    train evaluate --target models/tiny-gemma4 --held-out --num-prompts 64 --num-seqs 64 --k 4 --max-model-len 512 \
+        --speculator gemma4_mtp,model=models/tiny-gemma4-assistant,positions=last_token \
+        --batch-sizes 1 8 64 --output "$WORK/figures/tiny-gemma4-speed.json"
+    # shellcheck disable=SC2046
+    [ -z "${SMOLLM2:-}" ] || train evaluate --target "$SMOLLM2" $(smollm2_tokenizer) --held-out --num-prompts 64 \
+        --num-seqs 64 --k 4 --max-model-len 512 --speculator eagle3,model=models/smollm2-eagle3 \
+        --batch-sizes 1 8 64 --output "$WORK/figures/smollm2-eagle3-speed.json"
     keep figures
 }
 
