@@ -60,7 +60,8 @@ class DraftModelSpeculator(BaseSpeculator):
 
 
 class AutoRegressiveSpeculator(DraftModelSpeculator):
-    """Hooks: what a draft step computes, how drafts are drawn, and whether positions advance."""
+    """Hooks: what a draft step computes, how drafts are drawn, whether positions advance, and what is launched before
+    and after both parts. All of them may be captured: launches only, and nothing read on the host."""
 
     _prefill_graphs: PrefillSpeculatorCudaGraphManager | None = None
     _loop_graphs: DecodeSpeculatorCudaGraphManager | None = None
@@ -93,6 +94,18 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
     ) -> torch.Tensor:
         """Draw a draft per request. hidden: [num_reqs, draft_hidden_size]; positions: [num_reqs] int64, of the
         tokens being drawn; returns target token ids [num_reqs] int64."""
+
+    def before_draft_prefill(self, tokens: PrefillTokens) -> None:
+        """What a method launches in front of its draft prefill, captured with it. So with the three that follow."""
+
+    def after_draft_prefill(self, state: DraftState) -> None:
+        """`state`: of the last valid row of each request."""
+
+    def before_draft_decode(self, inputs: ProposalInputs, state: DraftState) -> None:
+        """Once in front of the draft loop."""
+
+    def after_draft_decode(self, drafts: torch.Tensor) -> None:
+        """drafts: [num_reqs, k] int64, as they were drawn."""
 
     def prefill_hidden(self, inputs: ProposalInputs) -> torch.Tensor:
         """Hidden states that the draft prefill starts from: [num_tokens, hidden_size]."""
@@ -136,6 +149,7 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
     def _loop(self, inputs: ProposalInputs, state: DraftState) -> torch.Tensor:
         """All draft steps, launches only: [num_reqs, k] int64. `state`: of the prefill, or of the target."""
         k, rows, history = max(inputs.wanted), inputs.rows, inputs.request_rows.token_history
+        self.before_draft_decode(inputs, state)
         token_ids, drawn_at = last_token(history, rows, inputs.request_rows.num_tokens)
         drafts: list[torch.Tensor] = []
         attention: AttentionContext | None = None
@@ -148,7 +162,9 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
                     attention = self._decode_attention(inputs, drawn_at, len(drafts))
                 state = self._decode(inputs, state, token_ids, attention)
             drafts.append(self.sample_draft(state.for_logits, inputs, positions))
-        return torch.stack(drafts, dim=1)
+        result = torch.stack(drafts, dim=1)
+        self.after_draft_decode(result)
+        return result
 
     @property
     def _starts_with_draft(self) -> bool:
@@ -178,10 +194,13 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         return self._prefill_graphs.prefill(descriptor, tokens)
 
     def _run_prefill(self, tokens: PrefillTokens) -> DraftState:
+        self.before_draft_prefill(tokens)
         context = self._attention_context(tokens.attention)
         positions = tokens.attention.positions
         output = self.draft_forward(tokens.input_ids, positions, tokens.hidden_states, context)
-        return self._state(output, tokens.last_rows)
+        state = self._state(output, tokens.last_rows)
+        self.after_draft_prefill(state)
+        return state
 
     def _fed_tokens(self, inputs: ProposalInputs) -> tuple[AttentionInputs, torch.Tensor]:
         """The tokens of `draft_feeds`, the step's where there is none; and the last valid row of each request.
