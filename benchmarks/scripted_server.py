@@ -10,6 +10,7 @@ import sys
 
 from benchmarks.scripted_engine import STEP_SECONDS
 from engine.client.process import ProcessEngineClient
+from engine.garbage import spare_what_is_loaded
 from server.app import App
 from server.config import load_config
 from server.logs import configure_logs
@@ -31,7 +32,8 @@ async def _run(flags: dict[str, str], step_seconds: float) -> int:
     config = load_config(flags)
     configure_logs("warning", "json")
     engine = (sys.executable, "-m", "benchmarks.scripted_engine", "--step-seconds", str(step_seconds))
-    return await App(config, ProcessEngineClient(config.engine, command=engine)).run()
+    app = App(config, ProcessEngineClient(config.engine, command=engine))
+    return await app.run(on_loaded=spare_what_is_loaded)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,8 @@ from pydantic import ValidationError
 from engine.config import EngineConfig, describe_validation_error
 from engine.errors import ConfigError
 from engine.frontends import Frontends
+from engine.garbage import spare_what_is_loaded
+from engine.log_stream import lossy
 from engine.loop import Core, run_engine
 from engine.messages import LoadProgress
 
@@ -44,7 +46,11 @@ def main(arguments: Sequence[str] | None = None, core_factory: CoreBuilder = bui
     parser = argparse.ArgumentParser(prog="python -m engine.main", description="The engine of slipstream.")
     parser.add_argument("address", help="ZeroMQ address to bind, ipc://PATH")
     address = parser.parse_args(arguments).address
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(
+        level=logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        handlers=[lossy(sys.stderr)],
+    )
     config_json = sys.stdin.buffer.readline()
     _die_with_parent()
     stop_reader, stop_writer = os.pipe()
@@ -52,6 +58,7 @@ def main(arguments: Sequence[str] | None = None, core_factory: CoreBuilder = bui
 
     def make_core(on_progress: Callable[[LoadProgress], None]) -> Core:
         core = core_factory(_parse_config(config_json), on_progress)
+        spare_what_is_loaded()
         _stop_on_sigterm(stop_writer)  # only now: while loading, SIGTERM ends the process at once
         return core
 

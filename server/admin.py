@@ -26,6 +26,7 @@ from engine.control import (
     SpeculatorChange,
 )
 from engine.errors import EngineUnavailableError, InvalidRequestError
+from server.callers import unscoped
 from server.convert import reject_unknown_fields
 from server.pb.slipstream.v1 import admin_pb2 as pb
 from server.pb.slipstream.v1 import admin_pb2_grpc as pb_grpc
@@ -141,7 +142,7 @@ def _speculators(state: SpeculationState) -> list[pb.Speculator]:
 
 def _scheduled_request(request: ScheduledRequestState) -> pb.ScheduledRequest:
     return pb.ScheduledRequest(
-        request_id=request.request_id,
+        request_id=unscoped(request.tenant, request.request_id),
         tenant=request.tenant,
         status=request.status,
         priority=request.priority,

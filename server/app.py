@@ -99,15 +99,20 @@ class App:
         """Once: drain and stop. Twice: stop now."""
         (self._stop_now if self._stop.is_set() else self._stop).set()
 
-    async def run(self, on_listening: Callable[[], None] = lambda: None) -> int:
-        """Serve until stopped; returns the exit status. Raises the EngineError that kept it from starting."""
+    async def run(
+        self, on_listening: Callable[[], None] = lambda: None, on_loaded: Callable[[], None] = lambda: None
+    ) -> int:
+        """Serve until stopped; returns the exit status. Raises the EngineError that kept it from starting.
+
+        `on_loaded` is called once, before anything is served.
+        """
         with _on_signals(self.stop), self._metrics_endpoint():
             starting = asyncio.create_task(self._start())
             await asyncio.sleep(0)  # let it spawn the engine process: that comes before gRPC has threads
             try:
                 async with self._listeners(), self._slow_reader_watch():
                     on_listening()
-                    return await self._serve(starting)
+                    return await self._serve(starting, on_loaded)
             finally:
                 starting.cancel()
                 await asyncio.gather(starting, return_exceptions=True)
@@ -147,13 +152,14 @@ class App:
         )
         return Backend(self._client, text, converter, admission)
 
-    async def _serve(self, starting: asyncio.Task[Backend]) -> int:
+    async def _serve(self, starting: asyncio.Task[Backend], on_loaded: Callable[[], None]) -> int:
         async with _waiting(self._stop.wait()) as stopped:
             await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
             if not starting.done():
                 _log.info("stopped before the engine was ready")
                 return EXIT_OK
             backend = starting.result()
+            on_loaded()
             with contextlib.closing(backend.text):
                 while True:
                     await self._become_ready(backend)

@@ -23,7 +23,7 @@ from server.reload import Reloaded
 
 MIN_TOKEN_CHARS = 16  # a token is a random string, never a word
 SECONDS_BETWEEN_LOOKS = 1.0  # at the file
-SALT_SEPARATOR = "/"  # no tenant's name has one
+SEPARATOR = "/"  # no tenant's name has one
 
 
 @dataclass(frozen=True)
@@ -37,16 +37,26 @@ class Caller:
     min_priority: int | None = None  # the most urgent one that it may ask for; lower is sooner
     is_admin: bool = True
 
-    def cache_salt(self, asked: str) -> str:
-        """The prefix-cache salt of a request: no tenant can name that of another one."""
-        return f"{self.tenant}{SALT_SEPARATOR}{asked}" if self.tenant else asked
+    def scoped(self, name: str) -> str:
+        """A name that a client chose (request id, cache salt), as the engine has it: no tenant can name that of another
+        one.
+        """
+        return f"{self.tenant}{SEPARATOR}{name}" if self.tenant else name
 
     def require_admin(self) -> None:
         if not self.is_admin:
             raise PermissionDeniedError("the token is not one of an administrator (`admin = true`)")
 
 
+def unscoped(tenant: str, name: str) -> str:
+    """The name as its client chose it."""
+    return name.removeprefix(f"{tenant}{SEPARATOR}") if tenant else name
+
+
 ANYBODY = Caller()
+GATEWAY = Caller(
+    tenant="@gateway", key="@gateway", min_priority=0, is_admin=False
+)  # no token has this tenant
 current_caller: ContextVar[Caller] = ContextVar("current_caller", default=ANYBODY)
 
 

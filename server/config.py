@@ -25,6 +25,7 @@ from engine.config import (
     CudaGraphsName,
     DTypeName,
     EngineConfig,
+    NumericsName,
     SchedulerConfig,
     SpeculatorConfig,
     VerificationName,
@@ -133,6 +134,12 @@ class ServerConfig(BaseSettings):
         "Engine",
     )
 
+    numerics: NumericsName = _option(
+        "auto",
+        "exact: tokens depend on nothing but their request; fast: near ties may turn out differently; auto: fast.",
+        "Engine",
+    )
+
     speculators: Speculators = _option(
         (), "Draft method to load, METHOD,model=PATH,k=N (such as ngram,k=4); may be repeated.", "Speculation"
     )
@@ -159,6 +166,13 @@ class ServerConfig(BaseSettings):
     gateway_protocol: GatewayProtocolName = _option(
         "none",
         "vllm: serve vllm.grpc.engine.VllmEngine beside our own protocol, for gateways such as smg; none.",
+        "Service",
+    )
+    gateway_host: str = _option("127.0.0.1", "Address of --gateway-port.", "Service")
+    gateway_port: Port = _option(
+        0,
+        "Port for the gateway protocol alone, without TLS and tokens: whoever reaches it may generate. "
+        "0: it is on --port, with what is asked for there.",
         "Service",
     )
     max_message_bytes: ByteSize = _option(
@@ -268,6 +282,7 @@ class ServerConfig(BaseSettings):
             speculators=self.speculators,
             attention_backend=self.attention_backend,
             cuda_graphs=self.cuda_graphs,
+            numerics=self.numerics,
             draft_policy=self.draft_policy,
             verification=self.verification,
             allow_synthetic=self.allow_synthetic,
@@ -301,6 +316,8 @@ def _check_security(config: ServerConfig) -> None:
         raise ConfigError(
             "tls_client_ca: got one without tls_cert, expected the server's certificate with it"
         )
+    if config.gateway_port and config.gateway_protocol == "none":
+        raise ConfigError(f"gateway_port: got {config.gateway_port} without gateway_protocol, expected both")
     if config.admin_port and config.auth_tokens is None and config.admin_host not in LOOPBACK_HOSTS:
         raise ConfigError(
             f"admin_host: got {config.admin_host!r} without auth_tokens, expected tokens, or one of "

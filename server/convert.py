@@ -47,13 +47,9 @@ _PARAMETER_GROUPS: dict[str, type[Message]] = {
 class GenerationPlan:
     """A request, ready for the engine."""
 
-    requests: tuple[AddRequest, ...]  # one per choice; the id of choice 0 is that of the request
+    requests: tuple[AddRequest, ...]  # one per choice
     stream_interval: int  # tokens
     wants_text: bool
-
-    @property
-    def request_id(self) -> str:
-        return self.requests[0].request_id
 
 
 def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, float]:
@@ -71,7 +67,7 @@ def choice_seed(seed: int, index: int) -> int:
 
 
 def choice_ids(request_id: str, num_choices: int) -> tuple[str, ...]:
-    """Ids of a request's choices in the engine."""
+    """Ids of a request's choices in the engine; `request_id` is scoped to its tenant."""
     return (request_id, *(f"{request_id}#{i}" for i in range(1, num_choices)))
 
 
@@ -112,7 +108,7 @@ class RequestConverter:
         """Raise InvalidRequestError, whose field is a path in the request, UnknownModelError or
         PermissionDeniedError.
 
-        `engine_ids` are those of `read_identity`; `arrival_time` is of time.monotonic().
+        `engine_ids` are those of `choice_ids`; `arrival_time` is of time.monotonic().
         """
         self._check_served(request)
         if caller.min_priority is not None and request.priority < caller.min_priority:
@@ -135,7 +131,7 @@ class RequestConverter:
                 speculation=speculation,
                 constraint=constraint,
                 priority=request.priority,
-                cache_salt=caller.cache_salt(request.cache_salt),
+                cache_salt=caller.scoped(request.cache_salt),
                 tenant=caller.tenant,
                 arrival_time=arrival_time,
             )

@@ -131,8 +131,8 @@ class Generator:
         )
         check(num_tokens=0)  # what is refused anyway is not even tokenized
         stack.enter_context(self._limits.running(caller, num_choices))
-        engine_ids = choice_ids(request_id, num_choices)
-        call = stack.enter_context(self._live.enter(request_id, engine_ids, caller.tenant))
+        engine_ids = choice_ids(caller.scoped(request_id), num_choices)
+        call = stack.enter_context(self._live.enter(request_id, engine_ids))
         plan = await backend.converter.plan(request, call.engine_ids, arrival.time, caller)
         num_tokens = len(plan.requests[0].prompt_token_ids)
         check(num_tokens=num_tokens)
@@ -142,7 +142,7 @@ class Generator:
         stack.enter_context(backend.admission.waiting(plan.requests))
         charge = partial(self._limits.charge_output, caller)
         choices = [
-            stack.enter_context(self._choice(backend, plan, i, stream, charge))
+            stack.enter_context(self._choice(backend, plan, i, stream, request_id, charge))
             for i, stream in enumerate(streams)
         ]
         if call.is_aborted:  # while its prompt was tokenized
@@ -156,6 +156,7 @@ class Generator:
         plan: GenerationPlan,
         index: int,
         stream: RequestStream,
+        request_id: str,
         charge: Callable[[int], None],
     ) -> Iterator[_RunningChoice]:
         request = plan.requests[index]
@@ -165,7 +166,7 @@ class Generator:
         messages = ChoiceStream(
             index,
             request,
-            request_id=plan.request_id,
+            request_id=request_id,
             model_name=backend.client.model_info.model_name,
             renderer=renderer,
             token_text=backend.text.token_text,

@@ -1,15 +1,14 @@
 """What surrounds every call: counting and logging it, and turning what a handler raises into a status.
 
-Handlers are coroutines that write their messages, so nothing here runs once per message. Calls with a stream
-of requests (server reflection) pass through untouched.
+Handlers are coroutines that write their messages, so nothing here runs once per message. The one that reads a stream
+of requests (server reflection) is made such a coroutine.
 """
 
 from __future__ import annotations
 
-import inspect
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -65,7 +64,8 @@ class UnreadableInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-ar
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
         handler = await continuation(handler_call_details)
-        return wrap(handler, handler_call_details.method, self._around, read=self._read)
+        around = self._around_stream if handler is not None and handler.request_streaming else self._around
+        return wrap(handler, handler_call_details.method, around, read=self._read)
 
     @staticmethod
     def _read(deserialize: Deserialize) -> Deserialize:
@@ -80,11 +80,24 @@ class UnreadableInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-ar
     @staticmethod
     def _around(method: str, handler: Handler) -> Handler:
         async def guarded(request: Any, context: Context) -> Any:
-            if request is _UNREADABLE:
-                raise InvalidRequestError("request", "cannot be parsed")
-            return await handler(request, context)
+            return await handler(_readable(request), context)
 
         return guarded
+
+    @staticmethod
+    def _around_stream(method: str, handler: Any) -> Handler:
+        async def guarded(requests: AsyncIterator[Any], context: Context) -> None:
+            readable = (_readable(request) async for request in requests)
+            async for response in handler(readable, context):
+                await context.write(response)
+
+        return guarded
+
+
+def _readable(request: Any) -> Any:
+    if request is _UNREADABLE:
+        raise InvalidRequestError("request", "cannot be parsed")
+    return request
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
@@ -159,17 +172,11 @@ def wrap(
     *,
     read: Callable[[Deserialize], Deserialize] = lambda deserialize: deserialize,
 ) -> Any:
-    """The handler with its behaviour (and the reading of requests) wrapped; None (no such method) and request streams
-    stay as they are.
-    """
-    if handler is None or handler.request_streaming:
-        return handler
-    behaviour = handler.unary_stream if handler.response_streaming else handler.unary_unary
-    if not inspect.iscoroutinefunction(behaviour):
-        return handler
-    make = (
-        grpc.unary_stream_rpc_method_handler
-        if handler.response_streaming
-        else grpc.unary_unary_rpc_method_handler
-    )
+    """The handler with its behaviour (and the reading of requests) wrapped; None (no such method) stays as it is."""
+    if handler is None:
+        return None
+    requests = "stream" if handler.request_streaming else "unary"
+    responses = "stream" if handler.response_streaming else "unary"
+    behaviour = getattr(handler, f"{requests}_{responses}")
+    make = getattr(grpc, f"{requests}_{responses}_rpc_method_handler")
     return make(wrapper(method, behaviour), read(handler.request_deserializer), handler.response_serializer)

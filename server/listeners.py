@@ -1,4 +1,5 @@
-"""The ports of a server process and what each of them offers: generation, health alone, administration.
+"""The ports of a server process and what each of them offers: generation, a gateway's protocol alone, health alone,
+administration.
 
 Knows which interceptors and credentials belong to which port, and nothing of what the services do.
 """
@@ -16,7 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from server.admin import ADMIN_SERVICE_NAME
 from server.auth import AuthInterceptor
-from server.callers import Callers
+from server.callers import GATEWAY, Callers
 from server.config import ServerConfig
 from server.gateway import GatewayProtocol
 from server.health import HEALTH_SERVICE_NAME, Health
@@ -46,6 +47,7 @@ class Ports:
     """As bound; 0: off."""
 
     generation: int
+    gateway: int = 0
     health: int = 0
     admin: int = 0
 
@@ -66,25 +68,38 @@ class _Builder:
         self.servers: list[grpc.aio.Server] = []
 
     def generation(self) -> int:
-        server = self._make_server()
+        server = self._make_server(self._tokens())
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(self._services.generation, server)
         names = [SERVICE_NAME]
         gateway = self._services.gateway
-        if gateway is not None:
+        if gateway is not None and not self._config.gateway_port:
             gateway.add_to(server)
             names.append(gateway.service_name)
         self._offer(server, *names)
         return listen(server, self._config.host, self._config.port, credentials=self._credentials)
 
+    def gateway(self) -> int:
+        """Plain, and open to whoever reaches it: for gateways that send no tokens. With tokens elsewhere, what comes
+        here is a tenant of its own.
+        """
+        gateway = self._services.gateway
+        assert gateway is not None, "checked with the configuration"
+        trusts = None if self._callers is None else AuthInterceptor(lambda metadata: GATEWAY)
+        server = self._make_server(trusts)
+        gateway.add_to(server)
+        self._offer(server, gateway.service_name)
+        config = self._config
+        return listen(server, config.gateway_host, config.gateway_port, setting="gateway_port")
+
     def health(self) -> int:
         """Plain, and open to everybody."""
-        server = make_server([*self._around, UnreadableInterceptor()], self._transport())
+        server = self._make_server(None)
         self._services.health.add_to(server)
         self.servers.append(server)
         return listen(server, self._config.host, self._config.health_port, setting="health_port")
 
     def admin(self) -> int:
-        server = self._make_server(needs_admin=True)
+        server = self._make_server(self._tokens(needs_admin=True))
         admin_pb2_grpc.add_AdminServiceServicer_to_server(self._services.admin, server)
         self._offer(server, ADMIN_SERVICE_NAME)
         config = self._config
@@ -92,11 +107,14 @@ class _Builder:
             server, config.admin_host, config.admin_port, credentials=self._credentials, setting="admin_port"
         )
 
-    def _make_server(self, *, needs_admin: bool = False) -> grpc.aio.Server:
-        around: list[grpc.aio.ServerInterceptor] = [*self._around]  # type: ignore[type-arg]
-        if self._callers is not None:
-            around.append(AuthInterceptor(self._callers.authenticate, needs_admin=needs_admin))
-        return make_server([*around, UnreadableInterceptor()], self._transport())
+    def _tokens(self, *, needs_admin: bool = False) -> AuthInterceptor | None:
+        if self._callers is None:
+            return None
+        return AuthInterceptor(self._callers.authenticate, needs_admin=needs_admin)
+
+    def _make_server(self, auth: AuthInterceptor | None) -> grpc.aio.Server:
+        asking = () if auth is None else (auth,)
+        return make_server([*self._around, *asking, UnreadableInterceptor()], self._transport())
 
     def _offer(self, server: grpc.aio.Server, *service_names: str) -> None:
         self._services.health.add_to(server)
@@ -127,6 +145,7 @@ async def listening(
     on_bound(
         Ports(
             generation=builder.generation(),
+            gateway=builder.gateway() if config.gateway_port else 0,
             health=builder.health() if config.health_port else 0,
             admin=builder.admin() if config.admin_port else 0,
         )

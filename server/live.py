@@ -20,10 +20,8 @@ from engine.errors import EngineError, RequestIdInUseError, SlowReaderError
 class LiveCall:
     """One Generate or GenerateOnce."""
 
-    request_id: str
     engine_ids: tuple[str, ...]
     task: asyncio.Task[object]
-    tenant: str  # whose it is
     is_submitted: bool = False  # the engine knows its requests
     is_aborted: bool = False
     end_reason: EngineError | None = None
@@ -54,7 +52,7 @@ class LiveCalls:
     """Belongs to one event loop."""
 
     def __init__(self) -> None:
-        self._calls: dict[str, LiveCall] = {}  # by request id
+        self._calls: dict[str, LiveCall] = {}  # by the engine's id of the first choice
         self._engine_ids: set[str] = set()
         self._is_empty = asyncio.Event()
         self._is_empty.set()
@@ -63,8 +61,8 @@ class LiveCalls:
         return len(self._calls)
 
     @contextmanager
-    def enter(self, request_id: str, engine_ids: tuple[str, ...], tenant: str = "") -> Iterator[LiveCall]:
-        """Keep the current task's call in the table. Raises RequestIdInUseError.
+    def enter(self, request_id: str, engine_ids: tuple[str, ...]) -> Iterator[LiveCall]:
+        """Keep the current task's call in the table. Raises RequestIdInUseError, with the id that the client knows.
 
         Turns the cancellation that `end` or `cut` caused back into its reason.
         """
@@ -72,8 +70,8 @@ class LiveCalls:
             raise RequestIdInUseError(request_id)
         task = asyncio.current_task()
         assert task is not None, "calls run in tasks"
-        call = LiveCall(request_id, engine_ids, task, tenant)
-        self._calls[request_id] = call
+        call = LiveCall(engine_ids, task)
+        self._calls[engine_ids[0]] = call
         self._engine_ids.update(engine_ids)
         self._is_empty.clear()
         try:
@@ -84,15 +82,14 @@ class LiveCalls:
             task.uncancel()
             raise call.end_reason from None
         finally:
-            del self._calls[request_id]
+            del self._calls[engine_ids[0]]
             self._engine_ids.difference_update(engine_ids)
             if not self._calls:
                 self._is_empty.set()
 
-    def find(self, request_id: str, tenant: str = "") -> LiveCall | None:
-        """None also for a call of another tenant."""
-        call = self._calls.get(request_id)
-        return call if call is not None and call.tenant == tenant else None
+    def find(self, engine_id: str) -> LiveCall | None:
+        """By the engine's id of its first choice."""
+        return self._calls.get(engine_id)
 
     def end_slow_readers(self, now: float, timeout: float) -> None:
         """Cut the calls whose client has not taken a message for longer than `timeout` seconds.

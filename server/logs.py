@@ -1,6 +1,7 @@
 """Structured logs on stderr: one line an event, JSON for machines or columns for people.
 
-Whatever is bound in the context (the request id of a call) is on every line. Prompts and outputs never are.
+Whatever is bound in the context (the request id of a call) is on every line. Prompts and outputs never are. What
+cannot be written is lost: no request waits for a log, or ends with it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Literal
 
 import structlog
 from structlog.typing import Processor
+
+from engine.log_stream import lossy
 
 LogFormat = Literal["json", "console"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -38,7 +41,7 @@ def configure_logs(level: LogLevel, log_format: LogFormat) -> None:
         logger_factory=structlog.stdlib.LoggerFactory(),
         wrapper_class=structlog.stdlib.BoundLogger,
     )
-    handler = logging.StreamHandler(sys.stderr)
+    handler = lossy(sys.stderr)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=shared,

@@ -129,6 +129,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
             speculators=info.speculators,
             default_speculator=info.default_speculator,
             max_steps_in_flight=info.max_steps_in_flight,
+            numerics=info.numerics,
             startup_seconds=info.startup_seconds,
             uptime_seconds=time.monotonic() - self._started_at,
             max_message_bytes=self._max_message_bytes,

@@ -65,7 +65,7 @@ class Serving:
 
     def abort(self, request_id: str) -> bool:
         """End the choices of a live call of the current caller. False when there is nothing left to end."""
-        call = self._live.find(request_id, current_caller.get().tenant)
+        call = self._live.find(current_caller.get().scoped(request_id))
         if call is None or call.is_aborted or self._backend is None:
             return False
         call.is_aborted = True

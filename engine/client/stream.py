@@ -16,10 +16,18 @@ from engine.messages import RequestOutput
 class MergingStream(RequestStream):
     """Holds at most one output: all news since the last read, bounded by the request's max_tokens."""
 
-    def __init__(self, request_id: str, on_close: Callable[[], None]) -> None:
-        """`on_close` is called once, if the reader leaves before the end."""
+    def __init__(
+        self,
+        request_id: str,
+        on_close: Callable[[], None],
+        wake: Callable[[asyncio.Event], None] = asyncio.Event.set,
+    ) -> None:
+        """`on_close` is called once, if the reader leaves before the end; `wake` sets the event, now or soon, that a
+        reader waits for.
+        """
         self.request_id = request_id
         self._on_close = on_close
+        self._wake = wake
         self._unread: RequestOutput | None = None
         self._unread_since = 0.0
         self._error: EngineError | None = None
@@ -34,7 +42,7 @@ class MergingStream(RequestStream):
         self._is_ended = output.finish is not None
         if self._unread is None:
             self._unread, self._unread_since = output, now
-            self._news.set()
+            self._wake(self._news)
         else:
             merge(self._unread, output)
 

@@ -15,6 +15,7 @@ from typing import cast
 
 from engine.client.base import EngineClient, RequestStream
 from engine.client.stream import MergingStream
+from engine.client.wakes import Wakes
 from engine.control import Action, AnyAction, AnyResult, Result
 from engine.errors import (
     EngineError,
@@ -57,6 +58,7 @@ class StreamingClient(EngineClient):
         # A request stays here until the engine said how it ended, even after its reader has left: only then
         # can its id be used again.
         self._streams: dict[str, MergingStream] = {}
+        self._wakes = Wakes()
         self._controls: dict[str, asyncio.Future[AnyResult]] = {}  # without an answer
         self._heard_at = 0.0  # time.monotonic() of the last message, or of the work that ended an idle time
         self._step_callbacks: list[StepCallback] = []
@@ -128,7 +130,9 @@ class StreamingClient(EngineClient):
             )
         if not self._streams:
             self._heard_at = time.monotonic()  # of an idle engine nobody expects news
-        stream = MergingStream(request.request_id, lambda: self._send(AbortRequests([request.request_id])))
+        stream = MergingStream(
+            request.request_id, lambda: self._send(AbortRequests([request.request_id])), self._wakes.wake
+        )
         self._streams[request.request_id] = stream
         self._send(request)
         return stream

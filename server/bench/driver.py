@@ -30,6 +30,7 @@ class RequestRecord:
     """What happened to one request."""
 
     due: float  # when it should be sent; latencies count from here, so that a late client cannot hide a queue
+    sent: float = 0.0
     arrivals: list[Arrival] = field(default_factory=list)
     ended: float = 0.0
     error: str = ""  # gRPC status name
@@ -104,6 +105,7 @@ async def run_open_loop(
 async def _send(
     stub: pb_grpc.GenerationServiceStub, request: pb.GenerateRequest, record: RequestRecord
 ) -> None:
+    record.sent = time.perf_counter()
     try:
         async for response in stub.Generate(request):
             now = time.perf_counter()

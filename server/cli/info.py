@@ -93,6 +93,7 @@ def _server_rows(server: pb.GetServerInfoResponse) -> list[tuple[str, str]]:
         ("requests at once", f"{server.max_num_seqs:,}"),
         ("tokens per step", f"{server.max_num_batched_tokens:,}"),
         ("steps in flight", str(server.max_steps_in_flight)),
+        ("numerics", server.numerics or "unknown"),
         ("speculators", ", ".join(server.speculators) or "none"),
         ("default speculator", server.default_speculator),
         ("synthetic acceptance", ", ".join(f"{rate:g}" for rate in server.synthetic_acceptance) or "off"),

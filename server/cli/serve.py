@@ -12,6 +12,7 @@ import typer
 from pydantic.fields import FieldInfo
 
 from engine.errors import ConfigError, EngineError
+from engine.garbage import spare_what_is_loaded
 from server.config import ServerConfig, load_config
 from server.logs import configure_logs
 
@@ -54,7 +55,7 @@ async def _run(config: ServerConfig) -> int:
             step_timeout=config.step_timeout,
         )
 
-    return await App(config, make_client(), restart_client=make_client).run()
+    return await App(config, make_client(), restart_client=make_client).run(on_loaded=spare_what_is_loaded)
 
 
 def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:

@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from server.pb.slipstream.v1 import generation_pb2 as pb
 from server.pb.slipstream.v1 import generation_pb2_grpc as pb_grpc
 from tests.support.smg_process import SmgProcess, why_smg_cannot_run
-from tools.server_process import ServerProcess
+from tools.server_process import ServerProcess, free_port
 
 pytestmark = pytest.mark.skipif(why_smg_cannot_run() is not None, reason=str(why_smg_cannot_run()))
 
@@ -167,3 +167,30 @@ def test_a_request_whose_client_left_is_ended(client: openai.OpenAI, worker: Ser
 def test_what_the_server_refuses_is_a_bad_request_with_its_words(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match=r"sampling_params\.regex"):
         chat(client, extra_body={"regex": "("})
+
+
+def test_a_server_with_tokens_serves_a_gateway_on_a_port_of_its_own(
+    tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    """smg sends none."""
+    tokens, port = tmp_path / "tokens.toml", free_port()
+    tokens.write_text('[[token]]\ntenant = "alice"\nvalue = "0123456789abcdef"\n')
+    arguments = ["--num-threads", "1", "--auth-tokens", str(tokens)]
+    arguments += ["--gateway-protocol", "vllm", "--gateway-port", str(port)]
+    with (
+        ServerProcess(tiny_checkpoint, tmp_path / "server.log", arguments=arguments) as server,
+        SmgProcess(f"127.0.0.1:{port}", tmp_path) as gateway,
+        openai.OpenAI(
+            base_url=f"{gateway.url}/v1",
+            api_key="unused",
+            max_retries=0,
+            http_client=openai.DefaultHttpxClient(trust_env=False),
+        ) as client,
+        grpc.insecure_channel(server.address) as channel,
+    ):
+        answer = client.completions.create(model=MODEL, prompt="the dog", max_tokens=4, temperature=0)
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 4
+        with pytest.raises(grpc.RpcError) as refused:
+            pb_grpc.GenerationServiceStub(channel).GetLoads(pb.GetLoadsRequest())
+        assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED

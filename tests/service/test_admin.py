@@ -143,7 +143,7 @@ async def test_a_profile_is_told_its_steps_and_tells_its_file() -> None:
 async def test_the_scheduler_s_state_is_shown() -> None:
     engine = FakeEngine()
     request = ScheduledRequestState(
-        request_id="r",
+        request_id="alice/r",  # as the engine has it
         tenant="alice",
         status="running",
         priority=-1,

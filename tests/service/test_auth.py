@@ -87,24 +87,49 @@ async def test_a_known_token_gets_in_as_its_tenant_with_a_cache_of_its_own(token
             server.stub.Generate(text_request(request_id="c", cache_salt="alice/mine"), metadata=bearer(BOB))
         )
         made = server.engine.requests
-        assert [(made[name].tenant, made[name].cache_salt) for name in "abc"] == [
-            ("alice", "alice/mine"),
-            ("bob", "bob/mine"),
-            ("bob", "bob/alice/mine"),
-        ]
+        assert {name: (request.tenant, request.cache_salt) for name, request in made.items()} == {
+            "alice/a": ("alice", "alice/mine"),
+            "bob/b": ("bob", "bob/mine"),
+            "bob/c": ("bob", "bob/alice/mine"),
+        }
 
 
 async def test_a_tenant_cannot_abort_another_s_request(tokens: Path) -> None:
     engine = FakeEngine()
     async with running_server(engine, auth_tokens=str(tokens)) as server:
         call = server.stub.Generate(text_request(request_id="r"), metadata=bearer(ALICE))
-        await engine.wait_for_request("r")
+        await engine.wait_for_request("alice/r")
         abort = pb.AbortRequest(request_ids=["r"])
         answer = await server.stub.Abort(abort, metadata=bearer(BOB))
         assert (list(answer.aborted_request_ids), engine.aborted) == ([], [])
         answer = await server.stub.Abort(abort, metadata=bearer(ALICE))
         assert list(answer.aborted_request_ids) == ["r"]
         assert (await collect(call))[-1].finished.reason == pb.FINISH_REASON_CANCELLED
+
+
+async def test_tenants_may_choose_the_same_request_id(tokens: Path) -> None:
+    engine = FakeEngine()
+    async with running_server(engine, auth_tokens=str(tokens)) as server:
+
+        def ask(token: str, request_id: str, n: int = 2) -> Any:
+            return server.stub.Generate(text_request(request_id=request_id, n=n), metadata=bearer(token))
+
+        calls = [ask(ALICE, "r"), ask(BOB, "r")]
+        await engine.wait_for(lambda: {"alice/r#1", "bob/r#1"} <= set(engine.requests))
+        # Neither a name nor the separator in an id leads to another tenant's request, or tells that there is one.
+        calls.append(ask(BOB, "alice/r", n=1))
+        await engine.wait_for_request("bob/alice/r")
+        used = await failure_of(ask(ALICE, "r"))
+        assert (used.code, used.field) == (grpc.StatusCode.ALREADY_EXISTS, "request_id")
+        assert "got 'r'" in used.message
+        abort = pb.AbortRequest(request_ids=["r", "alice/r", "bob/r", "r#1"])
+        answer = await server.stub.Abort(abort, metadata=bearer(ALICE))
+        assert list(answer.aborted_request_ids) == ["r"]
+        assert engine.aborted == ["alice/r", "alice/r#1"]
+        ended = await collect(calls[0])
+        assert ended[0].started.request_id == "r"
+        for call in calls[1:]:
+            call.cancel()
 
 
 async def test_without_a_token_file_everybody_shares_one_cache() -> None:
@@ -120,7 +145,7 @@ async def test_tokens_are_replaced_while_the_server_runs(
     engine = FakeEngine()
     async with running_server(engine, auth_tokens=str(tokens)) as server:
         running = server.stub.Generate(text_request(request_id="r"), metadata=bearer(ALICE))
-        await engine.wait_for_request("r")
+        await engine.wait_for_request("alice/r")
         new = "carol-0123456789abcdef"
         replacement = tokens.with_suffix(".new")
         replacement.write_text(entry("carol", new))
@@ -129,7 +154,7 @@ async def test_tokens_are_replaced_while_the_server_runs(
             await failure_of(server.stub.GetLoads(pb.GetLoadsRequest(), metadata=bearer(ALICE)))
         ).code is (grpc.StatusCode.UNAUTHENTICATED)
         await server.stub.GetLoads(pb.GetLoadsRequest(), metadata=bearer(new))
-        engine.emit("r", [5], finish=FinishInfo(reason="length"))  # what runs goes on
+        engine.emit("alice/r", [5], finish=FinishInfo(reason="length"))  # what runs goes on
         assert (await collect(running))[-1].HasField("finished")
         tokens.write_text("not TOML")
         await server.stub.GetLoads(pb.GetLoadsRequest(), metadata=bearer(new))
@@ -141,20 +166,20 @@ async def test_requests_at_once_are_limited_by_token_and_choices_count(tmp_path:
     engine = FakeEngine()
     async with running_server(engine, auth_tokens=str(file)) as server:
         first = server.stub.Generate(text_request(request_id="r1"), metadata=bearer(ALICE))
-        await engine.wait_for_request("r1")
+        await engine.wait_for_request("alice/r1")
         refused = await failure_of(server.stub.Generate(text_request(n=2), metadata=bearer(ALICE)))
         assert (refused.code, refused.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "CALLER_LIMIT")
         assert {"RetryInfo", "QuotaFailure"} <= set(refused.details)
         second = server.stub.Generate(text_request(request_id="r2"), metadata=bearer(ALICE))
         other = server.stub.Generate(text_request(request_id="r3", n=3), metadata=bearer(BOB))
-        await engine.wait_for(lambda: {"r2", "r3#2"} <= set(engine.requests))
+        await engine.wait_for(lambda: {"alice/r2", "bob/r3#2"} <= set(engine.requests))
         assert (await failure_of(server.stub.Generate(text_request(), metadata=bearer(ALICE)))).code is (
             grpc.StatusCode.RESOURCE_EXHAUSTED
         )
         first.cancel()
-        await engine.wait_for(lambda: "r1" in engine.aborted)
+        await engine.wait_for(lambda: "alice/r1" in engine.aborted)
         third = server.stub.Generate(text_request(request_id="r4"), metadata=bearer(ALICE))
-        await engine.wait_for_request("r4")
+        await engine.wait_for_request("alice/r4")
         for call in (second, other, third):
             call.cancel()
 

@@ -10,14 +10,21 @@ from typing import Any
 import grpc
 import pytest
 import structlog
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from smg_grpc_proto import vllm_engine_pb2 as vllm
+from smg_grpc_proto import vllm_engine_pb2_grpc as vllm_grpc
 
+from engine.errors import ConfigError
 from engine.messages import FinishInfo, PositionLogprobs, TokenLogprob
 from engine.params import Constraint
 from engine.stats import SpecObservation
+from server.config import load_config
+from server.pb.slipstream.v1 import generation_pb2 as pb
+from server.pb.slipstream.v1 import generation_pb2_grpc as pb_grpc
 from tests.support.fake_engine import EOS, FakeEngine
 from tests.support.gateway import PROMPT, gateway_server, make_frontend_checkpoint, request_of, stub_of
 from tests.support.server_fixture import collect, failure_of
+from tools.server_process import free_port
 
 LENGTH = FinishInfo(reason="length")
 
@@ -282,7 +289,32 @@ async def test_tokens_are_asked_for_here_too(gateway: Any, tmp_path: Path) -> No
         ).code is grpc.StatusCode.UNAUTHENTICATED
         metadata = (("authorization", "Bearer 0123456789abcdef"),)
         await collect(stub.Generate(request_of(), metadata=metadata))
-        assert server.engine.requests["r"].tenant == "gateway"
+        assert server.engine.requests["gateway/r"].tenant == "gateway"
+
+
+async def test_on_a_port_of_its_own_a_gateway_needs_no_token_and_is_a_tenant_of_its_own(
+    gateway: Any, tmp_path: Path
+) -> None:
+    tokens, port = tmp_path / "tokens.toml", free_port()
+    tokens.write_text('[[token]]\ntenant = "alice"\nvalue = "0123456789abcdef"\n')
+    async with (
+        gateway(auth_tokens=str(tokens), gateway_port=port) as server,
+        grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+    ):
+        await collect(vllm_grpc.VllmEngineStub(channel).Generate(request_of()))
+        made = server.engine.requests["@gateway/r"]
+        assert (made.tenant, made.cache_salt) == ("@gateway", "@gateway/")
+        health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        assert health.status == health_pb2.HealthCheckResponse.SERVING
+        # Nothing else is there, and the protocol is nowhere else.
+        own = pb_grpc.GenerationServiceStub(channel)
+        for call in (own.GetLoads(pb.GetLoadsRequest()), stub_of(server).Generate(request_of())):
+            assert (await failure_of(call)).code is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_a_port_of_its_own_without_the_protocol_is_refused() -> None:
+    with pytest.raises(ConfigError, match="gateway_port: got 1 without gateway_protocol"):
+        load_config({"model": "m", "gateway_port": 1})
 
 
 async def test_a_server_that_logs_content_makes_the_text_itself_and_sends_none(gateway: Any) -> None:

@@ -121,6 +121,11 @@ def test_speculation_options_come_from_every_source(
     assert engine.verification == "coupled"
 
 
+def test_numerics_can_be_chosen() -> None:
+    assert load_config({"model": "m"}).engine.numerics == "auto"
+    assert load_config({"model": "m", "numerics": "exact"}).engine.numerics == "exact"
+
+
 def test_the_verification_rule_can_be_chosen() -> None:
     assert load_config({"model": "m", "verification": "ratio"}).engine.verification == "ratio"
 

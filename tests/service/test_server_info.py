@@ -18,3 +18,4 @@ async def test_the_kv_groups_are_told() -> None:
         60,
     )
     assert info.kv_bytes_per_token == 24 + 40
+    assert info.numerics == "fast"

@@ -145,7 +145,7 @@ class Failure:
 async def failure_of(call: Any) -> Failure:
     """Await a call (read a stream to its end) that must fail."""
     try:
-        if isinstance(call, grpc.aio.UnaryStreamCall):
+        if isinstance(call, grpc.aio.UnaryStreamCall | grpc.aio.StreamStreamCall):
             await collect(call)
         else:
             await call

@@ -1,5 +1,5 @@
-"""`python -m tools.fuzz`: random and malformed messages to every method of generation, administration and the gateway
-protocol, and bytes that are no gRPC to the port, of a real server with a tiny model.
+"""`python -m tools.fuzz`: random and malformed messages to every method of generation, administration, the gateway
+protocol, health and reflection, and bytes that are no gRPC to the port, of a real server with a tiny model.
 
 Writes what it found, and ends with 1 where a status was wrong, a process died, an error was logged, or the server
 kept blocks, memory or files.

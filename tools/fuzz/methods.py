@@ -9,6 +9,8 @@ from google.protobuf import message_factory
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
 from hypothesis import strategies as st
 from smg_grpc_proto import vllm_engine_pb2 as vllm
 
@@ -18,6 +20,8 @@ from tools.fuzz.messages import messages, mutations
 GENERATION: ServiceDescriptor = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"]
 ADMIN: ServiceDescriptor = admin_pb2.DESCRIPTOR.services_by_name["AdminService"]
 GATEWAY: ServiceDescriptor = vllm.DESCRIPTOR.services_by_name["VllmEngine"]
+HEALTH: ServiceDescriptor = health_pb2.DESCRIPTOR.services_by_name["Health"]
+REFLECTION: ServiceDescriptor = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
 MAX_TOKENS = 8
 
 # Never UNKNOWN or INTERNAL, which say that the server is at fault, and never UNAVAILABLE, which says that it is gone.
@@ -48,6 +52,13 @@ class Method:
     def is_admin(self) -> bool:
         return self.descriptor.containing_service is ADMIN
 
+    @property
+    def shape(self) -> str:
+        """Of its calls, as a channel names it."""
+        requests = "stream" if self.descriptor.client_streaming else "unary"
+        responses = "stream" if self.descriptor.server_streaming else "unary"
+        return f"{requests}_{responses}"
+
     def is_right(self, status: str, payload: bytes) -> bool:
         """Whether an answer to these bytes may have the status."""
         if self.descriptor.containing_service is GATEWAY and self.descriptor.name in _UNSUPPORTED:
@@ -73,6 +84,8 @@ class Method:
         }
         if self.path.endswith("AdminService/Drain"):  # an empty one would be granted
             return {"malformed": kinds["malformed"].filter(self._is_refused)}
+        if self.path.endswith("Health/Watch"):  # which does not end
+            return {"malformed": kinds["malformed"].filter(lambda payload: not self.parses(payload))}
         return kinds
 
     def _class(self) -> type[Message]:
@@ -94,8 +107,8 @@ class Method:
 
 
 def methods() -> Iterator[Method]:
-    """All of the three services."""
-    for service in (GENERATION, ADMIN, GATEWAY):
+    """All of the five services."""
+    for service in (GENERATION, ADMIN, GATEWAY, HEALTH, REFLECTION):
         yield from map(Method, service.methods)
 
 

@@ -102,10 +102,10 @@ class Fuzz:
 
     def _status(self, method: Method, payload: bytes) -> tuple[str, str]:
         channel = self._channels[method.is_admin]
-        make = channel.unary_stream if method.descriptor.server_streaming else channel.unary_unary
-        call = make(method.path, request_serializer=bytes, response_deserializer=bytes)
+        shape = method.shape
+        call = getattr(channel, shape)(method.path, request_serializer=bytes, response_deserializer=bytes)
         try:
-            answer = call(payload, timeout=_DEADLINE)
+            answer = call(iter((payload,)) if shape == "stream_stream" else payload, timeout=_DEADLINE)
             if method.descriptor.server_streaming:
                 for _ in answer:
                     pass

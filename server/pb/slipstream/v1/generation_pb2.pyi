@@ -415,7 +415,7 @@ class KVGroup(_message.Message):
     def __init__(self, name: _Optional[str] = ..., window: _Optional[int] = ..., bytes_per_token: _Optional[int] = ..., num_blocks: _Optional[int] = ...) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("version", "kv_cache_bytes", "kv_bytes_per_token", "block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens", "speculators", "default_speculator", "max_steps_in_flight", "startup_seconds", "uptime_seconds", "max_message_bytes", "synthetic_acceptance", "kv_groups")
+    __slots__ = ("version", "kv_cache_bytes", "kv_bytes_per_token", "block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens", "speculators", "default_speculator", "max_steps_in_flight", "startup_seconds", "uptime_seconds", "max_message_bytes", "synthetic_acceptance", "kv_groups", "numerics")
     class StartupSecondsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -438,6 +438,7 @@ class GetServerInfoResponse(_message.Message):
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     SYNTHETIC_ACCEPTANCE_FIELD_NUMBER: _ClassVar[int]
     KV_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    NUMERICS_FIELD_NUMBER: _ClassVar[int]
     version: str
     kv_cache_bytes: int
     kv_bytes_per_token: int
@@ -453,7 +454,8 @@ class GetServerInfoResponse(_message.Message):
     max_message_bytes: int
     synthetic_acceptance: _containers.RepeatedScalarFieldContainer[float]
     kv_groups: _containers.RepeatedCompositeFieldContainer[KVGroup]
-    def __init__(self, version: _Optional[str] = ..., kv_cache_bytes: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., speculators: _Optional[_Iterable[str]] = ..., default_speculator: _Optional[str] = ..., max_steps_in_flight: _Optional[int] = ..., startup_seconds: _Optional[_Mapping[str, float]] = ..., uptime_seconds: _Optional[float] = ..., max_message_bytes: _Optional[int] = ..., synthetic_acceptance: _Optional[_Iterable[float]] = ..., kv_groups: _Optional[_Iterable[_Union[KVGroup, _Mapping]]] = ...) -> None: ...
+    numerics: str
+    def __init__(self, version: _Optional[str] = ..., kv_cache_bytes: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., speculators: _Optional[_Iterable[str]] = ..., default_speculator: _Optional[str] = ..., max_steps_in_flight: _Optional[int] = ..., startup_seconds: _Optional[_Mapping[str, float]] = ..., uptime_seconds: _Optional[float] = ..., max_message_bytes: _Optional[int] = ..., synthetic_acceptance: _Optional[_Iterable[float]] = ..., kv_groups: _Optional[_Iterable[_Union[KVGroup, _Mapping]]] = ..., numerics: _Optional[str] = ...) -> None: ...
 
 class GetLoadsRequest(_message.Message):
     __slots__ = ()
