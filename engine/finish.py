@@ -8,7 +8,8 @@ that, by what FinishInfo says.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from engine.grammar.matcher import GrammarMatcher
 from engine.messages import FinishInfo
@@ -17,8 +18,7 @@ from engine.request import CutRun, RunCutter
 from engine.text.incremental_decoder import IncrementalDecoder
 
 
-@dataclass(frozen=True)
-class Cut:
+class Cut(msgspec.Struct, frozen=True):
     """Emit the first `num_kept` tokens of the run; the request ends with them if `finish` is set."""
 
     num_kept: int
@@ -42,6 +42,7 @@ class RequestCutter:
         decoder: IncrementalDecoder | None,
     ) -> None:
         self._params = params
+        self._hides_text = not params.include_stop
         self._eos_token_ids = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
         self._stop_token_ids = frozenset(params.stop_token_ids)
         self._max_emitted = min(params.max_tokens, max_model_len - num_prompt_tokens)
@@ -63,11 +64,10 @@ class RequestCutter:
         return Cut(len(run), None)
 
     def _finish_at(self, token_id: int) -> FinishInfo | None:
-        hides_text = not self._params.include_stop
         if token_id in self._eos_token_ids:
-            return FinishInfo(reason="stop", eos_token_id=token_id, drop_last_token_text=hides_text)
+            return FinishInfo(reason="stop", eos_token_id=token_id, drop_last_token_text=self._hides_text)
         if token_id in self._stop_token_ids:
-            return FinishInfo(reason="stop", stop_token_id=token_id, drop_last_token_text=hides_text)
+            return FinishInfo(reason="stop", stop_token_id=token_id, drop_last_token_text=self._hides_text)
         if self._decoder is not None:
             finish = self._find_stop_string(self._decoder, self._decoder.push(token_id))
             if finish is not None:

@@ -7,6 +7,7 @@ requests that verify (decode) first, prefill chunks after them.
 
 from __future__ import annotations
 
+from itertools import takewhile
 from typing import Literal
 
 import msgspec
@@ -89,7 +90,12 @@ class StepPlan(msgspec.Struct, kw_only=True):
 
     @property
     def num_scheduled_tokens(self) -> int:
-        return sum(entry.num_tokens for entry in self.scheduled)
+        return sum([entry.num_tokens for entry in self.scheduled])
+
+    @property
+    def chunks(self) -> list[ScheduledRequest]:
+        """The prefill chunks, from the last one on."""
+        return list(takewhile(lambda entry: entry.is_prefill, reversed(self.scheduled)))
 
 
 class HostInputs(msgspec.Struct, kw_only=True):

@@ -101,7 +101,7 @@ class AdjustableDraftPolicy(DraftPolicy):
             return DraftChoice(own.name if own.keeps_up else NO_METHOD, 0, not_drafted.DISABLED)
         choice = self._current.choose(request, num_decoding)
         cap = self._caps.get(choice.method, choice.k)
-        return choice._replace(k=min(choice.k, cap))
+        return choice._replace(k=cap) if cap < choice.k else choice
 
     def observe_result(self, request: Request, result: RowResult) -> None:
         self._current.observe_result(request, result)

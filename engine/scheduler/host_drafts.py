@@ -32,6 +32,8 @@ class HostDrafts:
 
     def num_waited_for(self, plan: StepPlan) -> int:
         """Requests of the step that are in no other one before it is collected."""
+        if not self._speculators:
+            return 0
         return sum(self.makes(entry.method) for entry in plan.scheduled if entry.num_next_drafts > 0)
 
     def make(self, requests: Iterable[Request], grammars: Grammars) -> None:

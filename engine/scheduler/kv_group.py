@@ -69,7 +69,8 @@ class KVGroupManager(ABC):
 
     def num_slots(self, request_id: str) -> int:
         """Tokens from the first on that have slots, or had them."""
-        return self.tables[request_id].end * self.block_size
+        table = self.tables[request_id]
+        return (table.first + len(table.blocks)) * self.block_size
 
     def publish(self, request_id: str, block_hashes: Sequence[bytes], first: int) -> None:
         """Blocks `first` .. len(block_hashes) - 1 of the table hold confirmed tokens: make them findable."""
@@ -81,6 +82,8 @@ class KVGroupManager(ABC):
         """`num_tokens` are confirmed: give back the blocks that no later step reads. Who hashes them still finds
         them until they are handed out for other content, not before `fence_step` is collected.
         """
+        if self.spec.window is None:
+            return
         table = self.tables[request_id]
         num_passed = self._first_block(num_tokens) - table.first
         if num_passed > 0:

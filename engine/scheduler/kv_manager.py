@@ -91,7 +91,8 @@ class KVManager:
 
     def num_slots(self, request: Request) -> int:
         """Tokens for which the request has slots in all its groups."""
-        return min(group.num_slots(request.request_id) for _, group in self._groups_of(request))
+        request_id = request.request_id
+        return min([self._groups[index].num_slots(request_id) for index in request.kv_groups])
 
     def max_slots(self, request: Request, reserve: Sequence[int]) -> int:
         """The same, if it took all available blocks but `reserve` in each group."""
@@ -145,7 +146,8 @@ class KVManager:
         self._commit(request, request.kv_groups, self._num_committed, num_tokens, fence_step)
         # A drafter that catches up goes on at its watermark: it needs the window there, wherever the target is.
         draft_groups, num_fed = request.draft_kv_groups, request.draft_watermark
-        self._commit(request, draft_groups, self._num_draft_committed, num_fed, fence_step)
+        if draft_groups:
+            self._commit(request, draft_groups, self._num_draft_committed, num_fed, fence_step)
 
     def free(self, request: Request, fence_step: int, *, keep_findable: bool) -> None:
         """Give all blocks back, not to be handed out before `fence_step` is collected."""
@@ -225,13 +227,14 @@ class KVManager:
         num_tokens: int,
         fence_step: int,
     ) -> None:
-        num_blocks, num_committed = num_tokens // self.block_size, committed[request.request_id]
-        if num_blocks > num_committed and self._enable_prefix_cache:
-            self._extend_hashes(request, num_tokens)
-            for index in indices:
-                names = _names(request, index)[:num_blocks]
-                self._groups[index].publish(request.request_id, names, num_committed)
-            committed[request.request_id] = num_blocks
+        if self._enable_prefix_cache:
+            num_blocks, num_committed = num_tokens // self.block_size, committed[request.request_id]
+            if num_blocks > num_committed:
+                self._extend_hashes(request, num_tokens)
+                for index in indices:
+                    names = _names(request, index)[:num_blocks]
+                    self._groups[index].publish(request.request_id, names, num_committed)
+                committed[request.request_id] = num_blocks
         for index in indices:
             self._groups[index].slide(request.request_id, num_tokens, fence_step)
 

@@ -21,6 +21,7 @@ class PlanBuilder:
     host_drafts: dict[int, list[int]] = field(default_factory=dict)
     new_rows: list[NewRow] = field(default_factory=list)
     block_table_updates: list[BlockTableUpdate] = field(default_factory=list)  # up to this step
+    needs_host_inputs: bool = False
 
     @property
     def has_chunks(self) -> bool:
@@ -40,9 +41,10 @@ class PlanBuilder:
         `feed`.
         """
         num_tokens = 1 + num_drafts
-        if request.host_drafts and num_drafts > 0:
-            self.host_drafts[request.row] = request.host_drafts[:num_drafts]
-        request.host_drafts = []
+        if request.host_drafts:
+            if num_drafts > 0:
+                self.host_drafts[request.row] = request.host_drafts[:num_drafts]
+            request.host_drafts = []
         entry = ScheduledRequest(
             row=request.row,
             num_tokens=num_tokens,
@@ -102,10 +104,7 @@ class PlanBuilder:
             new_rows=self.new_rows,
             block_table_updates=self.block_table_updates,
             host_drafts=self.host_drafts,
-            needs_host_inputs=any(
-                entry.samples and request.message.constraint is not None
-                for entry, request in zip(self.scheduled, self.requests, strict=True)
-            ),
+            needs_host_inputs=self.needs_host_inputs,
         )
 
     def _add(self, request: Request, entry: ScheduledRequest, next_reason: str, reason: str) -> None:
@@ -113,6 +112,8 @@ class PlanBuilder:
         self.no_drafts_reasons.append(reason)
         self.requests.append(request)
         self.budget -= entry.num_tokens
+        if request.message.constraint is not None and entry.samples:
+            self.needs_host_inputs = True
         request.num_in_flight_tokens += entry.num_tokens
         request.num_in_flight_steps += 1
         request.num_in_flight_samples += entry.samples

@@ -79,6 +79,8 @@ class Replays:
 
     def run(self, requests: Iterable[Request]) -> list[tuple[Request, Replay]]:
         """These may have got tokens. Returns what is new, of them or of others."""
+        if not self._walks:
+            return []
         for request in requests:
             if request in self._walks:
                 self._waiting.setdefault(request)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from engine.errors import EngineError, InvalidRequestError
 from engine.messages import FinishInfo, RequestOutput, RequestTimes
-from engine.request import CutRun, Request, RequestStatus
+from engine.request import RUNNING, CutRun, Request
 from engine.scheduler import not_drafted
 from engine.stats import SpecObservation
 from engine.step import RowResult, ScheduledRequest
@@ -96,7 +96,7 @@ def run_output(
 
 def note_drafts(request: Request, entry: ScheduledRequest, result: RowResult, *, on_host: bool) -> None:
     """What the step left in the row for the next one. `on_host`: the drafts are not made by the step."""
-    if request.status is not RequestStatus.RUNNING:
+    if request.status is not RUNNING:
         return
     if not entry.samples or on_host:
         request.num_known_drafts = None

@@ -19,7 +19,7 @@ from engine.draft_method import DraftMethod
 from engine.errors import QueueFullError, RequestIdInUseError
 from engine.kv_spec import KVGroupSpec
 from engine.messages import AddRequest, RequestOutput, RequestTimes
-from engine.request import Request, RequestStatus, RunCutter
+from engine.request import FINISHED, RUNNING, WAITING, Request, RunCutter
 from engine.scheduler import results
 from engine.scheduler.chunk_policy import ChunkPolicy
 from engine.scheduler.draft_feeds import note_feed
@@ -203,20 +203,20 @@ class Scheduler:
         self._running.release(step)
         now = self._clock()
         outputs = []
-        reasons: Counter[str] = Counter()
+        reasons: list[str] = []  # of decodes that had no draft to verify
         for request, entry, result, reason in zip(
             current.requests, plan.scheduled, output.rows, current.no_drafts_reasons, strict=True
         ):
             request.num_in_flight_tokens -= entry.num_tokens
             request.num_in_flight_steps -= 1
             request.num_in_flight_samples -= entry.samples
-            if request.status is RequestStatus.FINISHED:
+            if request.status is FINISHED:
                 continue
             self._grammars.note(request, result)
             if not entry.is_prefill:
                 self._draft_policy.observe_result(request, result)
                 if result.num_drafted == 0:
-                    reasons[reason or results.why_nothing_came(request)] += 1
+                    reasons.append(reason or results.why_nothing_came(request))
             results.note_drafts(request, entry, result, on_host=self._host_drafts.makes(entry.method))
             request_output = self._take_result(request, entry, result, now)
             if request_output is not None:
@@ -227,10 +227,10 @@ class Scheduler:
         self._completed = StepStats(
             step=step,
             num_scheduled_tokens=plan.num_scheduled_tokens,
-            num_decode_requests=sum(not entry.is_prefill for entry in plan.scheduled),
+            num_decode_requests=len(plan.scheduled) - len(plan.chunks),
             num_preempted=current.num_preempted,
             num_not_overlapped=num_waited_for if self._max_steps_in_flight > 1 else 0,
-            not_drafted=dict(reasons),
+            not_drafted=dict(Counter(reasons)),
         )
         return outputs
 
@@ -238,7 +238,7 @@ class Scheduler:
         """The step took so long, by the wall clock, `draft_seconds` of it for the drafts of the next one."""
         self._draft_policy.observe_step(plan, seconds, draft_seconds)
         self._replays.grant(seconds)
-        num_prefill_tokens = sum(entry.num_tokens for entry in plan.scheduled if entry.is_prefill)
+        num_prefill_tokens = sum(entry.num_tokens for entry in plan.chunks)
         self._chunk_policy.observe(num_prefill_tokens, seconds)
 
     # ---- figures -------------------------------------------------------------------------------------------
@@ -249,11 +249,11 @@ class Scheduler:
 
     def stats(self) -> EngineStats:
         num_used, num_cached, num_blocks = self._kv.occupancy()
-        num_prefilling = sum(max(request.num_prefill_tokens_left, 0) for request in self._running)
+        nums_left = [request.num_prefill_tokens_left for request in self._running]
         return EngineStats(
             num_running=len(self._running),
             num_waiting=len(self._waiting) + len(self._grammars),
-            num_waiting_tokens=self._waiting.num_tokens + num_prefilling,
+            num_waiting_tokens=self._waiting.num_tokens + sum([num for num in nums_left if num > 0]),
             num_blocks=num_blocks,
             num_free_blocks=num_blocks - num_cached - num_used,
             num_cached_blocks=num_cached,
@@ -304,7 +304,7 @@ class Scheduler:
             self._end(request, keep_findable=False)
             return end
         # A request that was preempted since has lost its KV; its tokens count all the same.
-        is_running = request.status is RequestStatus.RUNNING
+        is_running = request.status is RUNNING
         start = request.num_computed_tokens
         if is_running:
             request.num_computed_tokens += entry.num_tokens if entry.is_prefill else len(result.token_ids)
@@ -328,7 +328,7 @@ class Scheduler:
         assert result.token_ids, f"{request.request_id}: a step that samples brought no token"
         cut = request.cutter.cut(result.token_ids)
         kept = result.token_ids[: cut.num_kept]
-        if request.status is RequestStatus.WAITING:
+        if request.status is WAITING:
             self._waiting.append_tokens(request, kept)
         else:
             request.token_ids += kept
@@ -342,9 +342,9 @@ class Scheduler:
         self._replays.forget(request)
         self._host_drafts.finish(request)
         has_place = not self._grammars.forget(request)
-        if request.status is RequestStatus.WAITING:
+        if request.status is WAITING:
             if has_place:
                 self._waiting.remove(request)
-            request.status = RequestStatus.FINISHED
+            request.status = FINISHED
         else:
-            self._running.remove(request, RequestStatus.FINISHED, keep_findable=keep_findable)
+            self._running.remove(request, FINISHED, keep_findable=keep_findable)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from engine.config import SchedulerConfig
 from engine.draft_method import DraftMethod
-from engine.request import NO_METHOD, Request, RequestStatus
+from engine.request import NO_METHOD, RUNNING, WAITING, Request
 from engine.scheduler import not_drafted
 from engine.scheduler.chunk_policy import MIN_CHUNK, ChunkPolicy
 from engine.scheduler.draft_feeds import DraftFeeder
@@ -60,16 +60,21 @@ class StepPlanner:
         builder = PlanBuilder(step, self._budget)
         self._feeder.begin_step()
         self._preempt_for_priority()
-        has_room = self._secure_first_prefill()
-        has_room &= self._add_decodes(builder)
-        self._add_prefills(builder, may_admit=has_room)
+        prefills = [request for request in self._running if request.num_prefill_tokens_left > 0]
+        # Before decodes take blocks, so that it goes on whatever happens: room for the next token of the first one.
+        # False: it waits for blocks, and nobody is admitted.
+        has_room = not prefills or self._grow_by_preemption(prefills[0])
+        has_room &= self._add_decodes(builder, has_prefills=bool(prefills))
+        # Some of them may have been preempted meanwhile.
+        prefills = [request for request in prefills if request.status is RUNNING]
+        self._add_prefills(builder, prefills, may_admit=has_room)
         if builder.scheduled:
             builder.block_table_updates = self._kv.take_updates()
         return builder
 
     # ---- decodes -------------------------------------------------------------------------------------------
 
-    def _add_decodes(self, builder: PlanBuilder) -> bool:
+    def _add_decodes(self, builder: PlanBuilder, *, has_prefills: bool) -> bool:
         """False when a request could not grow: nobody is admitted then, so that it gets the next blocks."""
         # Those that steps in flight do not finish for certain.
         decodes = [
@@ -79,7 +84,7 @@ class StepPlanner:
         ]
         self._num_decoding = len(decodes)
         decodes = [request for request in decodes if not self._waits_for_host_drafts(request)]
-        budget = self._budget - self._prefill_share()
+        budget = self._budget - self._prefill_share(has_prefills)
         has_room = True
         for _ in range(-(-len(decodes) // budget)):
             has_room = self._add_turn(builder, self._next_turn(decodes, budget), budget)
@@ -87,12 +92,11 @@ class StepPlanner:
                 break
         return has_room
 
-    def _prefill_share(self) -> int:
+    def _prefill_share(self, has_prefills: bool) -> int:
         """Tokens of the budget that decodes leave to prefills."""
         can_admit = len(self._waiting) > 0 and self._running.rows.num_free > 0
-        if can_admit or any(request.num_prefill_tokens_left > 0 for request in self._running):
-            return min(MIN_CHUNK, self._budget // 2)
-        return 0
+        can_admit = len(self._waiting) > 0 and self._running.rows.num_free > 0
+        return min(MIN_CHUNK, self._budget // 2) if has_prefills or can_admit else 0
 
     def _next_turn(self, decodes: list[Request], max_count: int) -> list[Request]:
         """All of them, or, round robin, as many as fit, in running order."""
@@ -108,10 +112,12 @@ class StepPlanner:
         num_spare_tokens = budget - len(decodes)  # for drafts
         has_room = True
         for request in decodes:
-            if request.status is not RequestStatus.RUNNING:  # preempted for one before it
+            if request.status is not RUNNING:  # preempted for one before it
                 continue
             num_offered = self._num_offered_drafts(request)
-            num_drafts = min(num_offered, request.num_usable_drafts, num_spare_tokens)
+            num_drafts = num_offered
+            if num_offered > 0:
+                num_drafts = min(num_offered, request.num_usable_drafts, num_spare_tokens)
             if _num_slots_needed(request, num_drafts) > self._kv.num_slots(request):
                 num_drafts = self._grow(request, num_drafts)
             if num_drafts == _NO_ROOM:
@@ -132,16 +138,18 @@ class StepPlanner:
         return has_room
 
     def _waits_for_host_drafts(self, request: Request) -> bool:
-        is_asked = request.num_next_drafts > 0 and self._host_drafts.makes(request.next_method)
-        return is_asked and request.num_in_flight_steps > 0
+        is_waiting = request.num_next_drafts > 0 and request.num_in_flight_steps > 0
+        return is_waiting and self._host_drafts.makes(request.next_method)
 
     def _num_offered_drafts(self, request: Request) -> int:
         """Verification rows worth planning: as many as there are drafts, where that is known. While a step is in
         flight it is not; after a step without drafts they are not expected, but asked for again.
         """
+        num_asked, num_known = request.num_next_drafts, request.num_known_drafts
+        if num_asked == 0:
+            return 0
         if self._host_drafts.makes(request.next_method):
             return len(request.host_drafts)
-        num_asked, num_known = request.num_next_drafts, request.num_known_drafts
         if num_known is None or (num_known > 0 and request.num_in_flight_steps > 0):
             return num_asked
         return min(num_asked, num_known)
@@ -179,33 +187,27 @@ class StepPlanner:
             num_left = _drafter_room(method, request, num_tokens)
             if num_left <= 0:
                 return DraftChoice(NO_METHOD, 0, not_drafted.DRAFTER_LIMIT)
-            choice = choice._replace(k=min(choice.k, num_left))
+            if num_left < choice.k:
+                choice = choice._replace(k=num_left)
+        if choice.k == 0:
+            return choice
         num_usable = min(request.num_usable_drafts - 1, self._max_drafts)
         if request.num_lookahead_slots > 0:
             # What the drafter writes behind the step's tokens needs slots, up to the request's limit.
             num_slots = self._kv.num_slots(request)
             if num_slots < request.token_limit:
                 num_usable = min(num_usable, num_slots - request.max_num_computed_tokens - num_tokens)
-        if choice.k > 0 and num_usable <= 0:
+        if num_usable <= 0:
             return DraftChoice(choice.method, 0, not_drafted.LIMIT)
-        return choice._replace(k=min(choice.k, max(num_usable, 0)))
+        return choice._replace(k=num_usable) if num_usable < choice.k else choice
 
     # ---- prefills ------------------------------------------------------------------------------------------
 
-    def _secure_first_prefill(self) -> bool:
-        """Before decodes take blocks: room for the next token of the first prefill, so that it goes on whatever
-        happens; the others take what is left. False: it waits for blocks, and nobody is admitted.
-        """
-        for request in self._running:
-            if request.num_prefill_tokens_left > 0:
-                return self._grow_by_preemption(request)
-        return True
-
-    def _add_prefills(self, builder: PlanBuilder, *, may_admit: bool) -> None:
+    def _add_prefills(self, builder: PlanBuilder, prefills: list[Request], *, may_admit: bool) -> None:
         allowance = builder.budget
         if builder.scheduled:
             allowance = self._chunk_policy.max_prefill_tokens(allowance)
-        for request in [request for request in self._running if request.num_prefill_tokens_left > 0]:
+        for request in prefills:
             if may_admit:
                 allowance = self._admit(builder, allowance, before_priority=request.priority)
             allowance = self._add_chunk(builder, request, allowance)
@@ -309,7 +311,7 @@ class StepPlanner:
 
     def _preempt(self, victim: Request) -> None:
         """Back to waiting; it resumes as a prefill over prompt and output. Results in flight still count."""
-        self._running.remove(victim, RequestStatus.WAITING)
+        self._running.remove(victim, WAITING)
         victim.num_preemptions += 1
         self.num_preemptions += 1
         self._waiting.push(victim)

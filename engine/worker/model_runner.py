@@ -162,7 +162,6 @@ class ModelRunner:
         num_reqs = len(plan.scheduled)
         draft_methods = [self._draft_methods.get(entry.row, NO_METHOD) for entry in plan.scheduled]
         self._remember_methods(plan.scheduled)
-        num_tokens = sum(entry.num_tokens for entry in plan.scheduled)
         return PendingOutput(
             plan.step,
             plan.scheduled,
@@ -173,7 +172,7 @@ class ModelRunner:
             num_prompt_logprobs={},
             phase_seconds=clock.seconds,
             graph_kind="full",
-            num_padding_tokens=descriptor.num_reqs * (1 + descriptor.num_drafts) - num_tokens,
+            num_padding_tokens=descriptor.num_reqs * (1 + descriptor.num_drafts) - plan.num_scheduled_tokens,
             copy_stream=self._copy_stream,
         )
 

@@ -70,30 +70,30 @@ class PendingOutput:
             self._event.synchronize()  # sync: the copy stream only, never the compute stream
         host = self._host
         results = host.results.tolist()  # sync: host memory
-        next_drafts = [] if host.next_drafts is None else host.next_drafts.tolist()  # sync: host memory
         rows = []
-        first_logit = 0
-        for index, (entry, result) in enumerate(zip(self._scheduled, results, strict=True)):
+        for result, draft_method, drafter_error in zip(
+            results, self._draft_methods, self._drafter_errors, strict=True
+        ):
             emitted, num_drafts, num_accepted, num_next_drafts, is_bad, is_bad_draft, *token_ids = result
-            row = RowResult(
-                token_ids=token_ids[:emitted],
-                num_drafted=num_drafts,
-                num_accepted=num_accepted,
-                draft_method=self._draft_methods[index],
-                nan_target=bool(is_bad),
-                nan_draft=bool(is_bad_draft),
-                drafter_error=self._drafter_errors[index],
-                num_next_drafts=num_next_drafts,
+            rows.append(
+                RowResult(
+                    token_ids=token_ids[:emitted],
+                    num_drafted=num_drafts,
+                    num_accepted=num_accepted,
+                    draft_method=draft_method,
+                    nan_target=bool(is_bad),
+                    nan_draft=bool(is_bad_draft),
+                    drafter_error=drafter_error,
+                    num_next_drafts=num_next_drafts,
+                )
             )
-            if next_drafts:
-                row.next_draft_ids = next_drafts[index][:num_next_drafts]
-            num_top = self._num_logprobs[index]
-            if host.logprobs is not None and num_top is not None and entry.samples:
-                row.logprobs = host.logprobs.to_positions(first_logit, emitted, num_top)
-            if index in host.prompt_logprobs:
-                row.prompt_logprobs = self._prompt_logprobs(index)
-            rows.append(row)
-            first_logit += 1 + entry.num_drafts if entry.samples else 0
+        if host.next_drafts is not None:
+            for row, next_drafts in zip(rows, host.next_drafts.tolist(), strict=True):  # sync: host memory
+                row.next_draft_ids = next_drafts[: row.num_next_drafts]
+        if host.logprobs is not None:
+            self._add_logprobs(rows, host.logprobs)
+        for index in host.prompt_logprobs:
+            rows[index].prompt_logprobs = self._prompt_logprobs(index)
         return StepOutput(
             step=self._step,
             rows=rows,
@@ -101,6 +101,15 @@ class PendingOutput:
             graph_kind=self._graph_kind,
             num_padding_tokens=self._num_padding_tokens,
         )
+
+    def _add_logprobs(self, rows: list[RowResult], logprobs: LogprobsTensors) -> None:
+        first_logit = 0
+        for row, entry, num_top in zip(rows, self._scheduled, self._num_logprobs, strict=True):
+            if not entry.samples:
+                continue
+            if num_top is not None:
+                row.logprobs = logprobs.to_positions(first_logit, len(row.token_ids), num_top)
+            first_logit += 1 + entry.num_drafts
 
     def _prompt_logprobs(self, index: int) -> list[PositionLogprobs]:
         tensors = self._host.prompt_logprobs[index]

@@ -92,9 +92,11 @@ class StepGraphs(CudaGraphManager[StepDescriptor]):
     def step(self, descriptor: StepDescriptor, scheduled: Sequence[ScheduledRequest]) -> torch.Tensor:
         """Replay for these requests. Returns their packed results, valid until the next step."""
         inputs = np.repeat(self._padding, descriptor.num_reqs, axis=1)
-        for index, entry in enumerate(scheduled):
-            num_wanted = entry.num_next_drafts if entry.method == descriptor.method else 0
-            inputs[:, index] = entry.row, entry.num_drafts, num_wanted
+        inputs[:, : len(scheduled)] = (
+            [entry.row for entry in scheduled],
+            [entry.num_drafts for entry in scheduled],
+            [entry.num_next_drafts if entry.method == descriptor.method else 0 for entry in scheduled],
+        )
         self._inputs[:, : descriptor.num_reqs].copy_(to_device(inputs, self._inputs.device))
         self.replay(descriptor)
         return self._results[descriptor][: len(scheduled)]
@@ -131,28 +133,29 @@ class StepGraphs(CudaGraphManager[StepDescriptor]):
 
     def _describe(self, plan: StepPlan) -> StepDescriptor | None:
         """The shape that fits best; None for a step that is no uniform decode."""
-        entries = plan.scheduled
-        if plan.needs_host_inputs or any(
-            entry.is_prefill or entry.draft_feed is not None or not entry.samples for entry in entries
-        ):
+        if plan.needs_host_inputs or plan.chunks:
             return None
+        entries, states = plan.scheduled, self._states
+        kinds: set[SamplingKind] = set()
+        for entry in entries:
+            kind = states.sampling_kind(entry.row)
+            if kind is None or states.wants_logprobs(entry.row) or entry.draft_feed is not None:
+                return None
+            kinds.add(kind)
         method = self._common_method(entries)
-        kinds = {self._states.sampling_kind(entry.row) for entry in entries}
-        max_seq_len = max(entry.max_seq_len for entry in entries)
-        if method is None or None in kinds or max_seq_len > self._max_seq_len:
+        max_seq_len = max([entry.max_seq_len for entry in entries])
+        if method is None or max_seq_len > self._max_seq_len:
             return None
-        if any(self._states.wants_logprobs(entry.row) for entry in entries):
-            return None
-        num_drafts = max(
-            max(entry.num_drafts, entry.num_next_drafts if entry.method == method else 0) for entry in entries
-        )
+        num_verified = max([entry.num_drafts for entry in entries])
+        num_wanted = max([entry.num_next_drafts for entry in entries if entry.method == method], default=0)
+        num_drafts = max(num_verified, num_wanted)
         usual = self._limits.num_drafts.get(method, 0)
         most = usual if num_drafts <= usual else self._limits.verified_drafts  # another method's may be more
         return StepDescriptor(
             method=method,
             num_reqs=smallest_size(len(entries), self._limits.num_reqs),
             num_drafts=0 if num_drafts == 0 else smallest_size(num_drafts, most),
-            sampling=most_general(kind for kind in kinds if kind is not None),
+            sampling=most_general(kinds),
             max_seq_len=self._context(max_seq_len),
         )
 
@@ -163,6 +166,8 @@ class StepGraphs(CudaGraphManager[StepDescriptor]):
     def _common_method(self, entries: Sequence[ScheduledRequest]) -> str | None:
         """The one method of the device that runs in the step; "none": there is no such; None: several, or one with KV
         of its own that some requests do not use: their rows have no blocks for it."""
+        if not self._needs:
+            return NO_METHOD
         methods = {entry.keeps_up for entry in entries if entry.keeps_up in self._needs}
         for entry in entries:
             needs = self._needs.get(entry.method)
