@@ -11,7 +11,7 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,12 @@ from typing import Any
 import torch
 
 from benchmarks.geometries import DRAFTERS, GEOMETRIES, with_layers
-from engine.config import engine_config
+from engine.assembly import EngineParts, assemble, resolve_device
+from engine.config import EngineConfig, engine_config
 from engine.core import EngineCore
 from engine.garbage import spare_what_is_loaded
-from engine.messages import AddRequest
+from engine.messages import AddRequest, LoadProgress
+from engine.models.loader import load_model
 from engine.params import SamplingParams
 from engine.stats import SpecObservation
 from server.bench.environment import current_environment
@@ -31,6 +33,7 @@ from server.bench.schema import BenchResult, write_result
 NUM_ACCEPTED = 2  # drafts of a step, at most
 MAX_CAPTURES = 6  # before a measurement; those that the run before asked for come first
 METHODS = ("none", "ngram", "eagle3", "gemma4_mtp", "mtp")
+NUM_WORDS = 64  # token ids that prompts are made of
 
 
 @dataclass(frozen=True)
@@ -80,18 +83,29 @@ def make_core(setup: Setup) -> EngineCore:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_checkpoint(setup, folder)
-        return EngineCore(
-            engine_config(
-                model={"model": str(folder), "load_format": "dummy"},
-                device=setup.device,
-                attention_backend=setup.backend,
-                cuda_graphs=setup.graphs,
-                numerics=setup.numerics,
-                scheduler={"max_num_seqs": 256, "max_num_batched_tokens": 16384, "max_prefill_stall": None},
-                cache={"enable_prefix_cache": False, "kv_cache_bytes": setup.kv_cache_bytes},
-                **_speculation(setup, folder),
-            )
+        config = engine_config(
+            model={"model": str(folder), "load_format": "dummy"},
+            device=setup.device,
+            attention_backend=setup.backend,
+            cuda_graphs=setup.graphs,
+            numerics=setup.numerics,
+            scheduler={"max_num_seqs": 256, "max_num_batched_tokens": 16384, "max_prefill_stall": None},
+            cache={"enable_prefix_cache": False, "kv_cache_bytes": setup.kv_cache_bytes},
+            **_speculation(setup, folder),
         )
+        if setup.speculator == "ngram":
+            return EngineCore(config, build=_build_with_few_words)
+        return EngineCore(config)
+
+
+def _build_with_few_words(config: EngineConfig, on_progress: Callable[[LoadProgress], None]) -> EngineParts:
+    """A target that says nothing but the tokens of the prompts, so that they are found there. Times are the same."""
+    device = resolve_device(config.device)
+    loaded = load_model(config.model, device=device, on_progress=on_progress)
+    for parameter in loaded.model.parameters():
+        if len(parameter) == loaded.model.vocab_size:
+            parameter[NUM_WORDS:] = 0.0
+    return assemble(config, loaded, device=device)
 
 
 def _speculation(setup: Setup, folder: Path) -> dict[str, Any]:
@@ -122,13 +136,11 @@ def start(setup: Setup) -> tuple[EngineCore, float]:
 
 
 def add_requests(core: EngineCore, batch: int, seed: int, *, prompt_len: int, output_len: int) -> None:
-    """Random prompts, other ones for every seed. They repeat themselves, so that prompt lookup finds something."""
+    """Random prompts of few words, other ones for every seed."""
     generator = torch.Generator().manual_seed(seed)
     params = SamplingParams(max_tokens=output_len, temperature=0.0, ignore_eos=True)
-    vocab_size = min(core.model_info.vocab_size, 40000)
     for index in range(batch):
-        half = torch.randint(3, vocab_size, (-(-prompt_len // 2),), generator=generator).tolist()
-        prompt = (half * 2)[:prompt_len]
+        prompt = torch.randint(NUM_WORDS, (prompt_len,), generator=generator).tolist()
         core.handle(AddRequest(request_id=f"{seed}-{index}", prompt_token_ids=prompt, params=params))
 
 
