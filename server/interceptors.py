@@ -45,6 +45,10 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                 return await handler(request, context)
             except grpc.aio.AbortError:  # the handler has said its status itself
                 raise
+            except (
+                grpc.aio.InternalError
+            ):  # a message did not go out: the client has just left, as grpcio knows
+                raise
             except EngineError as error:
                 failure: Exception = error
                 _bind_reason(error)

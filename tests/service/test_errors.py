@@ -14,6 +14,7 @@ from engine.errors import ConfigError, EngineError, InvalidRequestError, QueueFu
 from engine.messages import FinishInfo
 from engine.stats import EngineStats
 from server.errors import STATUSES, status_of
+from server.interceptors import ErrorInterceptor
 from server.pb.slipstream.v1 import generation_pb2 as pb
 from server.service import SERVICE_NAME
 from tests.support.fake_engine import FakeEngine
@@ -326,3 +327,13 @@ def test_every_error_has_a_status_of_its_own_or_of_a_base() -> None:
     code, status = status_of(ConfigError("x"))
     assert (code, status.code) == (grpc.StatusCode.INTERNAL, 13)
     assert all(issubclass(known, EngineError) for known in STATUSES)
+
+
+async def test_a_client_that_leaves_while_a_message_goes_out_is_no_failure_of_the_server() -> None:
+    async def handler(request: object, context: object) -> None:
+        raise grpc.aio.InternalError("a message could not be sent")
+
+    guarded = ErrorInterceptor._around("/slipstream.v1.GenerationService/Generate", handler)
+    with capture_logs() as logs, pytest.raises(grpc.aio.InternalError):  # grpcio ends the call quietly
+        await guarded(None, None)
+    assert not logs
