@@ -143,12 +143,12 @@ def test_graphs_do_not_change_the_tokens(
     checkpoint = checkpoints(model_type)
     settings: dict[str, Any] = {"method": method, "max_prefill_chunk": 16}
     expected = run(make_core(checkpoint, graphs="none", depth=1, **settings), **params)
-    replayed = count_replays(monkeypatch)
     core = make_core(checkpoint, graphs="full", max_num_seqs=num_seqs, **settings)
     assert run(core, **params) == expected
     capture_all(core)
+    replayed = count_replays(monkeypatch)  # of one run: with 8 rows it has one step beside prompt chunks
     assert run(core, **params) == expected
-    assert replayed["StepGraphs"] > 5
+    assert replayed["StepGraphs"] > 8
     assert replayed["TargetGraphManager"] >= 1
     if method == "draft_model":
         assert replayed["PrefillSpeculatorCudaGraphManager"] >= 1
