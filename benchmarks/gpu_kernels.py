@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from benchmarks.geometries import GEOMETRIES
 from benchmarks.gpu_engine import write_report
 from benchmarks.gpu_sampling import ROWS, VOCAB_SIZES, measure_sampling
+from engine.kernels.exact_attention import exact_attention
 from engine.kernels.gated_activation import ActivationName, gated_activation
 from engine.kernels.paged_attention import MAX_COUNTERS, paged_attention
 from engine.kernels.skinny_linear import Tiling, skinny_linear, stage_bytes
@@ -112,8 +113,10 @@ def measure(geometry: str, name: str, num_rows: int, tilings: Sequence[Tiling]) 
     }
 
 
-def measure_attention(geometry: str, batch: int, context: int, query_len: int) -> list[dict[str, Any]]:
-    """By size of segments and tiles. Full attention, every request at the same length."""
+def measure_attention(
+    geometry: str, batch: int, context: int, query_len: int, *, tunes: bool
+) -> list[dict[str, Any]]:
+    """Both kernels in all forms. Full attention, every request at the same length."""
     config, block_size = GEOMETRIES[geometry], 16
     num_heads, num_kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head_size = config.get("head_dim", config["hidden_size"] // num_heads)
@@ -130,12 +133,10 @@ def measure_attention(geometry: str, batch: int, context: int, query_len: int) -
     positions = torch.arange(context - query_len, context, device="cuda").repeat(batch)
     counters = torch.zeros(MAX_COUNTERS, dtype=torch.int32, device="cuda")
     rows = []
-    for segment, tile in itertools.product((64, 128, 256, 512), (32, 64, 128)):
-        if tile > segment:
-            continue
 
-        def run(cache: torch.Tensor, segment: int = segment, tile: int = tile) -> torch.Tensor:
-            return paged_attention(
+    def measure_form(kernel: Callable[..., torch.Tensor], **form: Any) -> None:
+        def run(cache: torch.Tensor) -> torch.Tensor:
+            return kernel(
                 query,
                 cache[0],
                 cache[1],
@@ -147,24 +148,30 @@ def measure_attention(geometry: str, batch: int, context: int, query_len: int) -
                 max_query_len=query_len,
                 max_seq_len=context,
                 counters=counters,
-                segment=segment,
-                tile=tile,
+                **form,
             )
 
         us = time_us(run, caches)
         rows.append(
             {
                 "geometry": geometry,
+                "kernel": kernel.__name__,
                 "batch": batch,
                 "context": context,
                 "query_len": query_len,
-                "segment": segment,
-                "tile": tile,
+                **form,
                 "us": us,
                 "gb_per_s": num_bytes / us / 1e3,
             }
         )
         print(json.dumps(rows[-1]), flush=True)
+
+    measure_form(paged_attention)
+    for splits in (None, False, True):
+        measure_form(exact_attention, splits=splits)
+    for segment, tile in itertools.product((64, 128, 256, 512), (32, 64, 128)) if tunes else ():
+        if tile <= segment:
+            measure_form(paged_attention, segment=segment, tile=tile)
     return rows
 
 
@@ -190,7 +197,7 @@ def main() -> None:
     for geometry in () if arguments.sampling else arguments.geometry:
         if arguments.attention:
             for batch, context in itertools.product(arguments.batch, arguments.context):
-                rows += measure_attention(geometry, batch, context, arguments.query_len)
+                rows += measure_attention(geometry, batch, context, arguments.query_len, tunes=arguments.tune)
             continue
         for name, num_rows in itertools.product(arguments.product, arguments.rows):
             rows.append(measure(geometry, name, num_rows, TILINGS if arguments.tune else ()))

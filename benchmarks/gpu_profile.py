@@ -1,8 +1,9 @@
 """Where a decode step's time goes on a GPU: host time by phase, device time by kernel, and how busy the device is.
 
-python -m benchmarks.gpu_profile [--geometry smollm2-135m] [--batch 1] [--graphs auto]
+python -m benchmarks.gpu_profile [--geometry smollm2-135m] [--speculator none] [--batch 1 64] [--prefill 4096]
 
 50 steps under torch's profiler, which itself costs host time: the phases are of 50 other steps without it.
+`--prefill N`: also the step that computes a prompt of N tokens.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import statistics
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from typing import get_args
 
 import torch
@@ -23,7 +25,7 @@ from engine.core import EngineCore
 
 NUM_FIRST_STEPS, NUM_STEPS = 20, 50
 PROMPT_LEN = 128
-NUM_KERNELS_SHOWN = 10
+NUM_KERNELS_SHOWN = 14
 
 
 def main() -> None:
@@ -33,7 +35,8 @@ def main() -> None:
     parser.add_argument("--geometry", default="smollm2-135m", choices=list(GEOMETRIES))
     parser.add_argument("--speculator", default="none", choices=METHODS)
     parser.add_argument("--k", type=int, default=4, help="drafts of a step")
-    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1])
+    parser.add_argument("--prefill", type=int, metavar="TOKENS")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--graphs", default="auto", choices=get_args(CudaGraphsName))
     arguments = parser.parse_args()
@@ -47,19 +50,37 @@ def main() -> None:
             graphs=arguments.graphs,
         )
     )
-    run_batch(core, arguments.batch, seed=1, prompt_len=PROMPT_LEN, output_len=32)  # asks for its graphs
+    for batch in arguments.batch:
+        print(
+            f"== {arguments.geometry}, speculator {arguments.speculator}, batch {batch}, {arguments.graphs}"
+        )
+        _show_decodes(core, batch, 1 + num_drafts)
+    if arguments.prefill:
+        print(f"== {arguments.geometry}, a prompt of {arguments.prefill} tokens")
+        _show_prefill(core, arguments.prefill)
+    core.close()
+
+
+def _show_decodes(core: EngineCore, batch: int, tokens_per_step: int) -> None:
+    run_batch(core, batch, seed=1, prompt_len=PROMPT_LEN, output_len=32)  # asks for its graphs
     capture_asked(core)
     # As long as every step may take k + 1 tokens.
-    num_tokens = (1 + num_drafts) * (NUM_FIRST_STEPS + 2 * NUM_STEPS + 10)
-    add_requests(core, arguments.batch, seed=0, prompt_len=PROMPT_LEN, output_len=num_tokens)
+    num_tokens = tokens_per_step * (NUM_FIRST_STEPS + 2 * NUM_STEPS + 10)
+    add_requests(core, batch, seed=0, prompt_len=PROMPT_LEN, output_len=num_tokens)
     for _ in range(NUM_FIRST_STEPS):  # prefill, and everything is compiled
         core.step()
-    print(
-        f"{arguments.geometry}, speculator {arguments.speculator}, batch {arguments.batch}, graphs {arguments.graphs}"
-    )
     _show_phases(core)
-    _show_kernels(core)
-    core.close()
+    _show_kernels(core.step, NUM_STEPS)
+    while core.has_work:
+        core.step()
+
+
+def _show_prefill(core: EngineCore, num_tokens: int) -> None:
+    def run(seed: int) -> None:
+        run_batch(core, 1, seed=seed, prompt_len=num_tokens, output_len=1)
+
+    run(1)
+    _show_kernels(lambda: run(2), 1)
 
 
 def _show_phases(core: EngineCore) -> None:
@@ -76,10 +97,10 @@ def _show_phases(core: EngineCore) -> None:
     print(f"step {step_ms:.3f} ms; host ms by phase: {medians}")
 
 
-def _show_kernels(core: EngineCore) -> None:
+def _show_kernels(step: Callable[[], object], num_steps: int) -> None:
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(NUM_STEPS):
-            core.step()
+        for _ in range(num_steps):
+            step()
         torch.cuda.synchronize()
     events = [event for event in profiler.events() if str(event.device_type).endswith("CUDA")]
     times: defaultdict[str, list[float]] = defaultdict(list)
@@ -90,11 +111,11 @@ def _show_kernels(core: EngineCore) -> None:
     busy = sum(map(sum, times.values()))
     print(
         f"device busy {busy / (last - first):.1%} of the time under the profiler; "
-        f"{len(events) / NUM_STEPS:.0f} launches and {busy / NUM_STEPS / 1e3:.3f} ms a step"
+        f"{len(events) / num_steps:.0f} launches and {busy / num_steps / 1e3:.3f} ms a step"
     )
     for name, values in sorted(times.items(), key=lambda item: -sum(item[1]))[:NUM_KERNELS_SHOWN]:
         print(
-            f"  {sum(values) / NUM_STEPS / 1e3:7.3f} ms a step  {len(values) / NUM_STEPS:6.1f} x "
+            f"  {sum(values) / num_steps / 1e3:7.3f} ms a step  {len(values) / num_steps:6.1f} x "
             f"{statistics.median(values):7.2f} us  {name[:90]}"
         )
 
