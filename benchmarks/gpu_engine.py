@@ -6,6 +6,7 @@ Drafters have dummy weights too, so acceptance is synthetic: the first two draft
 
 from __future__ import annotations
 
+import gc
 import json
 import statistics
 import tempfile
@@ -133,6 +134,14 @@ def start(setup: Setup) -> tuple[EngineCore, float]:
     phases = ", ".join(f"{name} {value:.1f}" for name, value in core.model_info.startup_seconds.items())
     print(f"{setup.describe()}: ready after {seconds:.1f} s ({phases})", flush=True)
     return core, seconds
+
+
+def free_memory() -> None:
+    """Of engines that were started and closed."""
+    gc.unfreeze()  # what was spared when they started
+    gc.collect()  # their parts refer to each other
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def add_requests(core: EngineCore, batch: int, seed: int, *, prompt_len: int, output_len: int) -> None:

@@ -1,7 +1,7 @@
 """Kernels alone on a GPU: products of few rows, the library's against ours, and attention of decodes, by their tiling.
 
 python -m benchmarks.gpu_kernels [--geometry llama-3.1-8b] [--rows 1 8 16 64] [--tune] [--output FILE]
-python -m benchmarks.gpu_kernels --attention [--context 300 2000] ...
+python -m benchmarks.gpu_kernels --attention [--tune]
 python -m benchmarks.gpu_kernels --sampling
 
 Each figure is a captured sequence of launches over different weights or caches, more of them than the L2 cache holds,
@@ -14,6 +14,7 @@ import argparse
 import itertools
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +22,22 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.geometries import GEOMETRIES
+from benchmarks.gpu_attention import HEADS, measure_attention, works
 from benchmarks.gpu_engine import write_report
 from benchmarks.gpu_sampling import ROWS, VOCAB_SIZES, measure_sampling
-from engine.kernels.exact_attention import exact_attention
 from engine.kernels.gated_activation import ActivationName, gated_activation
-from engine.kernels.paged_attention import MAX_COUNTERS, paged_attention
+from engine.kernels.resident_linear import MAX_NORMED_FEATURES, resident_linear
+from engine.kernels.rms_norm import NormForm, rms_norm
 from engine.kernels.skinny_linear import Tiling, skinny_linear, stage_bytes
 from engine.kernels.triton_support import shared_memory_bytes
 
 BYTES_IN_TURN = 400 << 20  # of weights, several times the L2 cache
+MAX_STRIP_BYTES = 200 << 10  # of W, as a program of the resident kernel holds it
+RESIDENT_FORMS = list(itertools.product((16, 32), (1, 2, 4)))  # columns of a program, warps
 TILINGS = [
     Tiling(block_n, block_k, stages, warps)
     for block_n, block_k, stages, warps in itertools.product(
-        (16, 32, 64), (64, 128, 256, 512), (3, 4, 6), (2, 4)
+        (16, 32, 64), (64, 128, 256, 512), (3, 4, 6), (1, 2, 4)
     )
     if 8 << 10 <= block_n * block_k * 2 * stages <= 100 << 10
 ]
@@ -113,66 +117,30 @@ def measure(geometry: str, name: str, num_rows: int, tilings: Sequence[Tiling]) 
     }
 
 
-def measure_attention(
-    geometry: str, batch: int, context: int, query_len: int, *, tunes: bool
-) -> list[dict[str, Any]]:
-    """Both kernels in all forms. Full attention, every request at the same length."""
-    config, block_size = GEOMETRIES[geometry], 16
-    num_heads, num_kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    head_size = config.get("head_dim", config["hidden_size"] // num_heads)
-    num_blocks = -(-context // block_size) * batch
-    num_bytes = 4 * batch * context * num_kv_heads * head_size
-    count = min(max(BYTES_IN_TURN // num_bytes, 8), 100)
-    shape = (2, num_blocks, block_size, num_kv_heads, head_size)
-    caches = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
-    num_tokens = batch * query_len
-    query = torch.randn(num_tokens, num_heads, head_size, device="cuda", dtype=torch.bfloat16)
-    tables = torch.randperm(num_blocks, device="cuda").view(batch, -1).int()
-    starts = torch.arange(0, num_tokens + 1, query_len, device="cuda", dtype=torch.int32)
-    lens = torch.full((batch,), context, device="cuda", dtype=torch.int32)
-    positions = torch.arange(context - query_len, context, device="cuda").repeat(batch)
-    counters = torch.zeros(MAX_COUNTERS, dtype=torch.int32, device="cuda")
-    rows = []
-
-    def measure_form(kernel: Callable[..., torch.Tensor], **form: Any) -> None:
-        def run(cache: torch.Tensor) -> torch.Tensor:
-            return kernel(
-                query,
-                cache[0],
-                cache[1],
-                tables,
-                starts,
-                lens,
-                positions,
-                scale=head_size**-0.5,
-                max_query_len=query_len,
-                max_seq_len=context,
-                counters=counters,
-                **form,
-            )
-
-        us = time_us(run, caches)
-        rows.append(
-            {
-                "geometry": geometry,
-                "kernel": kernel.__name__,
-                "batch": batch,
-                "context": context,
-                "query_len": query_len,
-                **form,
-                "us": us,
-                "gb_per_s": num_bytes / us / 1e3,
-            }
-        )
-        print(json.dumps(rows[-1]), flush=True)
-
-    measure_form(paged_attention)
-    for splits in (None, False, True):
-        measure_form(exact_attention, splits=splits)
-    for segment, tile in itertools.product((64, 128, 256, 512), (32, 64, 128)) if tunes else ():
-        if tile <= segment:
-            measure_form(paged_attention, segment=segment, tile=tile)
-    return rows
+def measure_resident(geometry: str, name: str, *, tunes: bool) -> dict[str, Any]:
+    """The kernel whose programs hold their strip of W, alone and with the norm before it; and what it replaces."""
+    out_features, in_features, is_gated = products_of(geometry)[name]
+    count = max(min(BYTES_IN_TURN // (out_features * in_features * 2), 200), 8)
+    half: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    weights = [torch.randn(out_features, in_features, **half) for _ in range(count)]
+    x, norm = torch.randn(1, in_features, **half), torch.randn(in_features, **half)
+    form = NormForm(1e-5, rounds_first=True)
+    activation: ActivationName | None = "silu" if is_gated else None
+    figures: dict[str, Any] = {"geometry": geometry, "product": name, "rows": 1, "kernel": "resident"}
+    figures["skinny_us"] = time_us(partial(skinny_linear, x, activation=activation), weights)
+    figures["norm_then_skinny_us"] = time_us(
+        lambda weight: skinny_linear(rms_norm(x, norm, form), weight, activation=activation), weights
+    )
+    for block_n, num_warps in ((16, None), *(RESIDENT_FORMS if tunes else ())):
+        shape: dict[str, Any] = {"block_n": block_n, "num_warps": num_warps, "activation": activation}
+        if block_n * in_features * (4 if is_gated else 2) > MAX_STRIP_BYTES:
+            continue
+        key = f"{block_n} columns, {num_warps or 'chosen'} warps"
+        figures[f"{key}: us"] = time_us(partial(resident_linear, x, **shape), weights)
+        if in_features <= MAX_NORMED_FEATURES:
+            run = partial(resident_linear, x, norm=(norm, form), **shape)
+            figures[f"{key}, normed: us"] = time_us(run, weights)
+    return figures
 
 
 def main() -> None:
@@ -182,26 +150,29 @@ def main() -> None:
     parser.add_argument("--geometry", nargs="+", default=list(GEOMETRIES), choices=list(GEOMETRIES))
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 16, 64])
     parser.add_argument("--attention", action="store_true")
+    parser.add_argument("--heads", nargs="+", default=list(HEADS), choices=list(HEADS), help="of --attention")
     parser.add_argument("--sampling", action="store_true")
-    parser.add_argument("--context", nargs="+", type=int, default=[300, 2000])
-    parser.add_argument("--batch", nargs="+", type=int, default=[1, 64])
-    parser.add_argument("--query-len", type=int, default=1)
     parser.add_argument("--product", nargs="+", default=["qkv", "output", "gate_up", "down"])
-    parser.add_argument("--tune", action="store_true", help="measure every tiling, not only the chosen one")
+    parser.add_argument(
+        "--tune", action="store_true", help="measure every tiling or form, not only the chosen one"
+    )
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     rows: list[dict[str, Any]] = []
     if arguments.sampling:
         for num_rows, vocab_size in itertools.product(ROWS, VOCAB_SIZES):
             rows += measure_sampling(num_rows, vocab_size, time_us)
-    for geometry in () if arguments.sampling else arguments.geometry:
-        if arguments.attention:
-            for batch, context in itertools.product(arguments.batch, arguments.context):
-                rows += measure_attention(geometry, batch, context, arguments.query_len, tunes=arguments.tune)
-            continue
-        for name, num_rows in itertools.product(arguments.product, arguments.rows):
+    elif arguments.attention:
+        for work in works(arguments.heads):
+            rows += measure_attention(work, time_us, tunes=arguments.tune)
+    else:
+        names = itertools.product(arguments.geometry, arguments.product, arguments.rows)
+        for geometry, name, num_rows in names:
             rows.append(measure(geometry, name, num_rows, TILINGS if arguments.tune else ()))
             print(json.dumps(rows[-1]), flush=True)
+            if num_rows == 1:
+                rows.append(measure_resident(geometry, name, tunes=arguments.tune))
+                print(json.dumps(rows[-1]), flush=True)
     if arguments.output:
         write_report("gpu_kernels", arguments.output, rows, "cuda")
 

@@ -1,11 +1,9 @@
 """What exact numerics cost on a GPU, part by part, and what fast ones change.
 
-python -m benchmarks.gpu_numerics [--geometry llama-3.1-8b] [--only products attention texts] [--output FILE]
+python -m benchmarks.gpu_numerics [--geometry llama-3.1-8b] [--only products texts] [--output FILE]
 
 - products: by number of rows, microseconds of the library, of our kernel, and of what exact numerics choose of them,
   and whether the library's bits are ours;
-- attention: of decodes and of a long prompt, by either kernel; also whether tiles of 64 rows, which are another
-  instruction of the matrix units, would have the same bits;
 - texts: prompts alone and in a batch of 20, greedy: how many get other tokens.
 The cost of whole steps is `gpu_steps --numerics exact fast`.
 """
@@ -14,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,19 +21,16 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.geometries import GEOMETRIES
-from benchmarks.gpu_engine import Setup, start, write_report
+from benchmarks.gpu_engine import Setup, free_memory, start, write_report
 from benchmarks.gpu_kernels import BYTES_IN_TURN, products_of, time_us
 from engine.core import EngineCore
-from engine.kernels.exact_attention import exact_attention
-from engine.kernels.paged_attention import MAX_COUNTERS, paged_attention
 from engine.kernels.skinny_linear import Tiling, skinny_linear
 from engine.layers.exact_products import ExactProducts
 from engine.messages import AddRequest
 from engine.params import SamplingParams
 
 Row = dict[str, Any]
-PARTS = ("products", "attention", "texts")
-BLOCK_SIZE = 16
+PARTS = ("products", "texts")
 NUM_PROMPTS, TEXT_TOKENS = 20, 128
 
 
@@ -72,55 +67,6 @@ def compare_instructions() -> Row:
     x, weight = random(64, 4096), random(1024, 4096)
     results = [skinny_linear(x, weight, tiling=Tiling(64, 64, 3, num_warps)) for num_warps in (2, 4)]
     return {"part": "products", "wide_instruction_has_the_same_bits": torch.equal(*results)}
-
-
-def measure_attention(geometry: str, batch: int, context: int, query_len: int) -> Row:
-    config = GEOMETRIES[geometry]
-    num_heads, num_kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    head_size = config.get("head_dim", config["hidden_size"] // num_heads)
-    num_blocks, num_tokens = -(-context // BLOCK_SIZE) * batch, batch * query_len
-    cache_bytes = 4 * num_blocks * BLOCK_SIZE * num_kv_heads * head_size
-    count = min(max(BYTES_IN_TURN // cache_bytes, 4), 50)
-    shape = (2, num_blocks, BLOCK_SIZE, num_kv_heads, head_size)
-    caches = [random(*shape) for _ in range(count)]
-    query = random(num_tokens, num_heads, head_size)
-    where = (
-        torch.randperm(num_blocks, device="cuda").view(batch, -1).int(),
-        torch.arange(0, num_tokens + 1, query_len, device="cuda", dtype=torch.int32),
-        torch.full((batch,), context, device="cuda", dtype=torch.int32),
-        torch.arange(context - query_len, context, device="cuda").repeat(batch),
-    )
-    options: Row = {
-        "scale": head_size**-0.5,
-        "max_query_len": query_len,
-        "max_seq_len": context,
-        "counters": torch.zeros(MAX_COUNTERS, dtype=torch.int32, device="cuda"),
-    }
-
-    def by(attention: Callable[..., torch.Tensor], **more: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-        return lambda cache: attention(query, cache[0], cache[1], *where, **options, **more)
-
-    row = {
-        "part": "attention",
-        "geometry": geometry,
-        "batch": batch,
-        "context": context,
-        "query_len": query_len,
-        "fast_us": time_us(by(paged_attention), caches),
-        "exact_us": time_us(by(exact_attention), caches),
-    }
-    if query_len == 1:
-        for splits in (False, True):
-            row[f"exact_{'split' if splits else 'whole'}_us"] = time_us(
-                by(exact_attention, splits=splits), caches
-            )
-    else:
-        wide = by(exact_attention, num_rows=64)
-        row["exact_64_rows_us"] = time_us(wide, caches)
-        row["wide_instruction_has_the_same_bits"] = torch.equal(
-            wide(caches[0]), by(exact_attention)(caches[0])
-        )
-    return row
 
 
 def count_changed_texts(geometry: str, numerics: str) -> Row:
@@ -163,17 +109,11 @@ def measure(arguments: argparse.Namespace) -> Iterator[Row]:
     for geometry in arguments.geometry:
         if "products" in arguments.only:
             yield from measure_products(geometry, arguments.rows)
-        if "attention" in arguments.only:
-            for batch, context, query_len in (
-                *((batch, context, 1) for batch in (1, 8, 64, 256) for context in (300, 1500)),
-                (1, 8000, 1),
-                (1, 4096, 4096),
-            ):
-                yield measure_attention(geometry, batch, context, query_len)
         if "texts" in arguments.only:
             for numerics in ("fast", "exact"):
                 yield count_changed_texts(geometry, numerics)
-        torch.cuda.empty_cache()
+                free_memory()
+        free_memory()
 
 
 def main() -> None:

@@ -15,7 +15,6 @@ every code path without a GPU: `--device cpu --num-layers 2 --geometry smollm2-1
 from __future__ import annotations
 
 import argparse
-import gc
 import itertools
 import json
 import statistics
@@ -26,8 +25,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-import torch
-
 from benchmarks.floor import floor_ms
 from benchmarks.geometries import GEOMETRIES
 from benchmarks.gpu_engine import (
@@ -36,6 +33,7 @@ from benchmarks.gpu_engine import (
     Setup,
     add_requests,
     capture_asked,
+    free_memory,
     run_batch,
     start,
     write_report,
@@ -138,9 +136,7 @@ def measure_all(setups: list[Setup], work: Work, emit: Emit) -> None:
         except Exception as error:  # whatever it is: the other configurations are worth their own attempt
             traceback.print_exc()
             emit({**setup.describe(), "error": f"{type(error).__name__}: {error}"[:300]})
-        gc.collect()  # the engine's parts refer to each other
-        if setup.device == "cuda":
-            torch.cuda.empty_cache()
+        free_memory()
 
 
 def make_parser() -> argparse.ArgumentParser:

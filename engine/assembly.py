@@ -212,7 +212,7 @@ def _make_runner(
     device: torch.device,
 ) -> ModelRunner:
     """Allocate the KV caches, the target's and the drafter's, and bind everything that lives on the device."""
-    backend = make_attention_backend(config.attention_backend, device, info.numerics == "exact")
+    backend = make_attention_backend(config.attention_backend, device)
     # One row more than requests may have: it pads captured steps.
     block_tables = BlockTables(
         len(groups), info.max_num_seqs + 1, info.max_model_len, info.block_size, device

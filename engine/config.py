@@ -12,7 +12,6 @@ DTypeName = Literal["auto", "float32", "float16", "bfloat16", "float64"]
 VerificationName = Literal["coupled", "ratio"]
 CudaGraphsName = Literal["auto", "none", "full_decode", "full"]
 NumericsName = Literal["auto", "exact", "fast"]
-AUTO_NUMERICS: Literal["exact", "fast"] = "fast"  # what "auto" is where both are possible
 
 
 class _Frozen(BaseModel):
@@ -89,7 +88,8 @@ class EngineConfig(_Frozen):
     """full_decode: steps that only decode are replayed; full: steps with prompt chunks too; auto: full, if possible."""
     numerics: NumericsName = "auto"
     """exact: a request's tokens depend neither on drafts, nor on neighbours, chunks, preemption or cached prefixes;
-    CUDA only. fast: bits may differ between batches, so that a near tie may turn out differently."""
+    CUDA only. fast: bits may differ between batches, so that a near tie may turn out differently. auto: exact where
+    device and model allow it."""
     num_threads: int | None = Field(default=None, ge=1)  # CPU only; None: torch's choice
     profile_directory: str | None = None  # where traces of steps may be written; None: nowhere
     draft_policy: str = "auto"

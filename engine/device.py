@@ -17,3 +17,13 @@ def to_device(array: npt.NDArray[np.generic], device: torch.device) -> torch.Ten
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def fill(destination: torch.Tensor, array: npt.NDArray[np.generic]) -> None:
+    """Copy the array, of the same shape and dtype, into a dense tensor on a device: one copy, as asynchronous as that
+    of `to_device`.
+    """
+    tensor = torch.from_numpy(array)
+    if destination.device.type != "cpu":
+        tensor = tensor.pin_memory()
+    destination.copy_(tensor, non_blocking=True)

@@ -136,7 +136,7 @@ class ServerConfig(BaseSettings):
 
     numerics: NumericsName = _option(
         "auto",
-        "exact: tokens depend on nothing but their request; fast: near ties may turn out differently; auto: fast.",
+        "exact: tokens depend on their request alone; fast: near ties may turn out otherwise; auto: exact if possible.",
         "Engine",
     )
 

@@ -23,6 +23,9 @@ class AttentionBackend(ABC):
     is_capturable: ClassVar[bool] = False
     """May its launches be captured into a graph and replayed at other lengths? They read all lengths on the device."""
 
+    is_exact: ClassVar[bool] = False
+    """Do a row's bits depend on the row alone, not on the batch or the chunk? (Attention over latents aside.)"""
+
     @abstractmethod
     def prepare(self, inputs: AttentionInputs, groups: Sequence[KVGroupSpec]) -> list[Any]:
         """Metadata of the step, one entry per KV group. No host sync."""

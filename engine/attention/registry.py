@@ -16,10 +16,6 @@ ATTENTION_BACKENDS: Registry[str] = Registry(
         "triton": "engine.attention.triton_backend:TritonAttentionBackend",
     },
 )
-EXACT_ATTENTION_BACKENDS: Registry[str] = Registry(
-    "attention_backend, with exact numerics",
-    {"triton": "engine.attention.exact_backend:ExactAttentionBackend"},
-)
 
 
 def attention_backend_name(name: str, device: torch.device) -> str:
@@ -29,10 +25,9 @@ def attention_backend_name(name: str, device: torch.device) -> str:
     return name
 
 
-def make_attention_backend(name: str, device: torch.device, is_exact: bool = False) -> AttentionBackend:
+def make_attention_backend(name: str, device: torch.device) -> AttentionBackend:
     """Raises ConfigError for an unknown name."""
-    backends = EXACT_ATTENTION_BACKENDS if is_exact else ATTENTION_BACKENDS
-    module, _, class_name = backends.get(attention_backend_name(name, device)).partition(":")
+    module, _, class_name = ATTENTION_BACKENDS.get(attention_backend_name(name, device)).partition(":")
     backend = getattr(import_module(module), class_name)()
     assert isinstance(backend, AttentionBackend)
     return backend

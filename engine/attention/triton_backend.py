@@ -31,6 +31,7 @@ class TritonAttentionBackend(AttentionBackend):
     """All requests of a step in one launch per layer, whatever their query lengths."""
 
     is_capturable: ClassVar[bool] = True
+    is_exact: ClassVar[bool] = True
 
     _counters: torch.Tensor | None = None  # of `paged_attention`, whose launches follow one another
 

@@ -5,10 +5,11 @@ normed (if the layer has such norms; forms of engine/kernels/rms_norm.py) and th
 their first `rotary_size` features; value heads are normed without a weight if the layer does that. H_v is H_k, or 0:
 then the raw key heads are the values too. H_k 0: the layer reads the cache of another, nothing is stored.
 
-Shapes: heads, last dimension dense; cosine, signed_sine [num_tokens, 1, rotary_size]; query [num_tokens, H_q,
-head_size] dense; key_cache, value_cache [num_blocks, block_size, H_k, head_size] dense; slot_mapping [num_tokens]
-int64, PAD_SLOT_ID stores nothing. Rounding to the dtype happens where the separate operations round, but for the
-rotation. Grid: one program a token and head, stored values included.
+Shapes: heads, last dimension dense; cosine, sine [num_tokens, 1, rotary_size / 2]; query [num_tokens, H_q, head_size]
+dense; key_cache, value_cache [num_blocks, block_size, H_k, head_size] dense; slot_mapping [num_tokens] int64,
+PAD_SLOT_ID stores nothing. Rounding to the dtype happens where the separate operations round, but for the rotation.
+Grid: one program a tile of heads of one token, stored values included. The layer alone decides the tile, so the squares
+of a head are added in the same order however many tokens a step has, and whatever stands beside it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from engine.kernels.dependent_launch import begin, launch_options
 from engine.kernels.rms_norm import NormForm, rms_norm
 from engine.kernels.rotary import rotate
 from engine.kernels.triton_support import jit, next_power_of_2, tl
+
+_TILE = 2048  # features of a program: less, and a prompt waits for programs to be scheduled rather than for memory
+_MAX_WARPS = 4  # of a half type two wide loads a thread: one of each half of a head
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,7 @@ class HeadLayout:
 
 
 def split_heads(
-    heads: torch.Tensor, layout: HeadLayout, cosine: torch.Tensor, signed_sine: torch.Tensor
+    heads: torch.Tensor, layout: HeadLayout, cosine: torch.Tensor, sine: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """(query, key, value) by separate operations, nothing stored; key and value None where the layer has none."""
     num_heads, num_kv_heads = layout.num_heads, layout.num_kv_heads
@@ -60,11 +64,33 @@ def split_heads(
         if layout.key_norm is not None and num_kv_heads:
             parts.append(layout.key_norm(rotated[:, num_heads:]))
         rotated = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
-    size = cosine.shape[-1]
-    turned = rotate(rotated[..., :size], cosine, signed_sine)
+    size = 2 * cosine.shape[-1]
+    turned = rotate(rotated[..., :size], cosine, sine)
     if size < rotated.shape[-1]:
         turned = torch.cat((turned, rotated[..., size:]), dim=-1)
     return turned[:, :num_heads], turned[:, num_heads:] if num_kv_heads else None, value
+
+
+@jit
+def _normed(
+    x,
+    scale,
+    weight_ptrs,
+    has_weight,
+    offset,
+    HAS_NORM: tl.constexpr,
+    ROUNDS_FIRST: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """x * scale with the weight that stands behind the pointers, if it has one; rounded to DTYPE, of the dtype of x."""
+    y = x * scale
+    if HAS_NORM:
+        weight = tl.load(weight_ptrs, mask=has_weight, other=0.0).to(x.dtype)
+        if ROUNDS_FIRST:
+            y = y.to(DTYPE).to(x.dtype) * tl.where(has_weight, weight, 1.0)
+        else:
+            y *= tl.where(has_weight, weight + offset, 1.0)
+    return y.to(DTYPE).to(x.dtype)
 
 
 @jit
@@ -87,8 +113,11 @@ def _store_heads_kernel(
     NUM_KV_HEADS: tl.constexpr,
     FIRST_VALUE_HEAD: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROTARY_SIZE: tl.constexpr,
+    HALF: tl.constexpr,  # rotary_size / 2
+    WIDTH: tl.constexpr,  # the next power of two
+    REST_WIDTH: tl.constexpr,  # lanes for the features that do not turn, 0: all do
+    TILE_HEADS: tl.constexpr,
+    NUM_TILES: tl.constexpr,
     HAS_NORM: tl.constexpr,
     ROUNDS_FIRST: tl.constexpr,
     HAS_VALUE_NORM: tl.constexpr,
@@ -96,61 +125,65 @@ def _store_heads_kernel(
     OVERLAPS: tl.constexpr,
 ):
     begin(OVERLAPS)
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    dtype = query_ptr.dtype.element_ty
-    dims = tl.arange(0, WIDTH)
-    mask = dims < HEAD_SIZE
+    dtype: tl.constexpr = query_ptr.dtype.element_ty
+    token = (tl.program_id(0) // NUM_TILES).to(tl.int64)
+    head = (tl.program_id(0) % NUM_TILES) * TILE_HEADS + tl.arange(0, TILE_HEADS)[:, None]
+    is_query, is_rotated = head < NUM_HEADS, head < NUM_HEADS + NUM_KV_HEADS
+    is_there = head < NUM_HEADS + 2 * NUM_KV_HEADS
+    source = tl.where(is_rotated, head, head - (NUM_HEADS + NUM_KV_HEADS) + FIRST_VALUE_HEAD)
+    sources = heads_ptr + token * stride_token + source * stride_head
+    targets = query_ptr + (token * NUM_HEADS + head) * HEAD_SIZE
+    is_stored = is_there
     if NUM_KV_HEADS > 0:
         slot = tl.load(slots_ptr + token)
-        if head >= NUM_HEADS and slot < 0:
-            return
-        if head >= NUM_HEADS + NUM_KV_HEADS:
-            kv_head = head - NUM_HEADS - NUM_KV_HEADS
-            source = heads_ptr + token * stride_token + (FIRST_VALUE_HEAD + kv_head) * stride_head
-            value = tl.load(source + dims, mask=mask, other=0.0)
-            if HAS_VALUE_NORM:
-                wide = value.to(COMPUTE)
-                scale = 1.0 / tl.sqrt(tl.sum(wide * wide, axis=0) / HEAD_SIZE + value_eps)
-                value = (wide * scale).to(dtype)
-            tl.store(value_cache_ptr + (slot * NUM_KV_HEADS + kv_head) * HEAD_SIZE + dims, value, mask=mask)
-            return
-    half = ROTARY_SIZE // 2
-    partners = tl.where(dims < half, dims + half, tl.where(dims < ROTARY_SIZE, dims - half, dims))
-    start = heads_ptr + token * stride_token + head * stride_head
-    x = tl.load(start + dims, mask=mask, other=0.0).to(COMPUTE)
-    partner = tl.load(start + partners, mask=mask, other=0.0).to(COMPUTE)
-    if HAS_NORM:
-        scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / HEAD_SIZE + qk_eps)
-        weights = query_weight_ptr
-        if NUM_KV_HEADS > 0:
-            weights = query_weight_ptr if head < NUM_HEADS else key_weight_ptr
-        weight = tl.load(weights + dims, mask=mask, other=0.0).to(COMPUTE)
-        partner_weight = tl.load(weights + partners, mask=mask, other=0.0).to(COMPUTE)
-        if ROUNDS_FIRST:
-            x = (x * scale).to(dtype).to(COMPUTE) * weight
-            partner = (partner * scale).to(dtype).to(COMPUTE) * partner_weight
-        else:
-            x = (x * scale) * (weight + qk_offset)
-            partner = (partner * scale) * (partner_weight + qk_offset)
-        x = x.to(dtype).to(COMPUTE)
-        partner = partner.to(dtype).to(COMPUTE)
-    turns = dims < ROTARY_SIZE
-    cosine = tl.load(cosine_ptr + token * ROTARY_SIZE + dims, mask=turns, other=1.0).to(COMPUTE)
-    sine = tl.load(sine_ptr + token * ROTARY_SIZE + dims, mask=turns, other=0.0).to(COMPUTE)
-    y = (x * cosine + partner * sine).to(dtype)
-    if head < NUM_HEADS:
-        tl.store(query_ptr + (token * NUM_HEADS + head) * HEAD_SIZE + dims, y, mask=mask)
-    else:
-        place = (slot if NUM_KV_HEADS > 0 else token) * NUM_KV_HEADS + head - NUM_HEADS
-        tl.store(key_cache_ptr + place * HEAD_SIZE + dims, y, mask=mask)
+        is_stored &= is_query | (slot >= 0)
+        kv_head = slot * NUM_KV_HEADS + head - NUM_HEADS
+        keys = key_cache_ptr + kv_head * HEAD_SIZE
+        values = value_cache_ptr + (kv_head - NUM_KV_HEADS) * HEAD_SIZE
+        targets = tl.where(is_query, targets, tl.where(is_rotated, keys, values))
+
+    dims = tl.arange(0, WIDTH)[None, :]
+    is_dim = dims < HALF
+    first = tl.load(sources + dims, mask=is_there & is_dim, other=0.0).to(COMPUTE)
+    second = tl.load(sources + HALF + dims, mask=is_there & is_dim, other=0.0).to(COMPUTE)
+    if REST_WIDTH > 0:
+        rest_dims = 2 * HALF + tl.arange(0, REST_WIDTH)[None, :]
+        is_rest = rest_dims < HEAD_SIZE
+        rest = tl.load(sources + rest_dims, mask=is_there & is_rest, other=0.0).to(COMPUTE)
+    if HAS_NORM or HAS_VALUE_NORM:
+        squares = tl.sum(first * first + second * second, axis=1, keep_dims=True)
+        if REST_WIDTH > 0:
+            squares += tl.sum(rest * rest, axis=1, keep_dims=True)
+        scale = 1.0 / tl.sqrt(squares / HEAD_SIZE + tl.where(is_rotated, qk_eps, value_eps))
+        scale = tl.where(is_rotated, scale if HAS_NORM else 1.0, scale if HAS_VALUE_NORM else 1.0)
+        weights = tl.where(is_query, query_weight_ptr, key_weight_ptr)
+        has_weight = is_rotated & is_dim
+        first = _normed(first, scale, weights + dims, has_weight, qk_offset, HAS_NORM, ROUNDS_FIRST, dtype)
+        second = _normed(
+            second, scale, weights + HALF + dims, has_weight, qk_offset, HAS_NORM, ROUNDS_FIRST, dtype
+        )
+        if REST_WIDTH > 0:
+            has_weight = is_rotated & is_rest
+            rest = _normed(
+                rest, scale, weights + rest_dims, has_weight, qk_offset, HAS_NORM, ROUNDS_FIRST, dtype
+            )
+
+    angles = token * HALF + tl.broadcast_to(dims, (TILE_HEADS, WIDTH))
+    cosine = tl.load(cosine_ptr + angles, mask=is_rotated & is_dim, other=1.0).to(COMPUTE)
+    sine = tl.load(sine_ptr + angles, mask=is_rotated & is_dim, other=0.0).to(COMPUTE)
+    turned = tl.where(is_rotated, first * cosine - second * sine, first)
+    tl.store(targets + dims, turned.to(dtype), mask=is_stored & is_dim)
+    turned = tl.where(is_rotated, second * cosine + first * sine, second)
+    tl.store(targets + HALF + dims, turned.to(dtype), mask=is_stored & is_dim)
+    if REST_WIDTH > 0:
+        tl.store(targets + rest_dims, rest.to(dtype), mask=is_stored & is_rest)
 
 
 def store_heads(
     heads: torch.Tensor,
     layout: HeadLayout,
     cosine: torch.Tensor,
-    signed_sine: torch.Tensor,
+    sine: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
@@ -162,34 +195,46 @@ def store_heads(
     query = torch.empty(num_tokens, num_heads, head_size, dtype=heads.dtype, device=heads.device)
     query_norm, key_norm = layout.query_norm, layout.key_norm
     assert key_norm is None or query_norm is None or key_norm.form == query_norm.form
-    form = query_norm.form if query_norm is not None else NormForm(0.0)
-    width = next_power_of_2(head_size)
-    _store_heads_kernel[(num_tokens, num_heads + 2 * num_kv_heads)](
+    no_norm = NormForm(1.0)  # a scale that nobody uses must still be finite
+    form = query_norm.form if query_norm is not None else no_norm
+    half, rest = cosine.shape[-1], head_size - 2 * cosine.shape[-1]
+    tile_heads, num_tiles, num_warps = _tiling(num_heads + 2 * num_kv_heads, head_size)
+    _store_heads_kernel[(num_tokens * num_tiles,)](
         heads,
         query,
         key_cache,
         value_cache,
         slot_mapping,
         cosine.contiguous(),
-        signed_sine.contiguous(),
+        sine.contiguous(),
         heads if query_norm is None else query_norm.weight,
         heads if key_norm is None else key_norm.weight,
         heads.stride(0),
         heads.stride(1),
         form.eps,
         form.offset,
-        layout.value_eps or 0.0,
+        no_norm.eps if layout.value_eps is None else layout.value_eps,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         FIRST_VALUE_HEAD=num_heads + (num_kv_heads if layout.has_value else 0),
         HEAD_SIZE=head_size,
-        WIDTH=width,
-        ROTARY_SIZE=cosine.shape[-1],
+        HALF=half,
+        WIDTH=next_power_of_2(half),
+        REST_WIDTH=next_power_of_2(rest) if rest else 0,
+        TILE_HEADS=tile_heads,
+        NUM_TILES=num_tiles,
         HAS_NORM=query_norm is not None,
         ROUNDS_FIRST=form.rounds_first,
         HAS_VALUE_NORM=layout.value_eps is not None,
         COMPUTE=tl.float64 if heads.dtype == torch.float64 else tl.float32,
-        num_warps=1 if width <= 128 else 2,
+        num_warps=num_warps,
         **launch_options(heads.device),
     )
     return query
+
+
+def _tiling(num_heads: int, head_size: int) -> tuple[int, int, int]:
+    """(heads of a program, programs of a token, warps of a program)."""
+    width = next_power_of_2(head_size)
+    tile_heads = min(max(_TILE // width, 1), next_power_of_2(num_heads))
+    return tile_heads, -(-num_heads // tile_heads), min(max(tile_heads * width // 128, 1), _MAX_WARPS)

@@ -31,52 +31,63 @@ def find_request(query_start_ptr, q_block, num_reqs, BLOCK_Q: tl.constexpr):
 
 
 @triton.jit
-def merge_segments_kernel(
-    partial_ptr,
-    stats_ptr,
-    out_ptr,
-    positions_ptr,
-    out_stride_token,
-    out_stride_head,
+def attend_segment(
+    query,
+    key_ptr,
+    value_ptr,
+    table_ptr,
+    segment,
+    row_position,
+    first_key,
+    key_end,
+    scale_log2,
+    stride_block,
+    stride_slot,
     WINDOW: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     HEAD_PAD: tl.constexpr,
-    SEGMENT_SIZE: tl.constexpr,
-    NUM_SEGMENTS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    SUM_COLUMNS: tl.constexpr,
+    MASKED: tl.constexpr,  # else every row sees every key
 ):
-    """One program a (token, head). Reads exactly the segments that hold a key the row sees."""
-    begin(OVERLAPS)
-    token = tl.program_id(0)
-    head = tl.program_id(1)
-    position = tl.load(positions_ptr + token)
-    first = 0
-    if WINDOW > 0:
-        first = (tl.maximum(position - WINDOW + 1, 0) // SEGMENT_SIZE).to(tl.int32)
-    last = tl.minimum(position // SEGMENT_SIZE, NUM_SEGMENTS - 1).to(tl.int32)
+    """(peak, sum of weights, weighted sum of values) of one segment. query: [rows, HEAD_PAD]."""
+    keys = segment * SEGMENT + tl.arange(0, SEGMENT)
     dims = tl.arange(0, HEAD_PAD)
-    peak = float("-inf")
-    total = 0.0
-    acc = tl.zeros([HEAD_PAD], tl.float32)
-    for segment in range(first, last + 1):
-        slot = (token * NUM_HEADS + head) * NUM_SEGMENTS + segment
-        other_peak = tl.load(stats_ptr + slot * 2)
-        other_total = tl.load(stats_ptr + slot * 2 + 1)
-        part = tl.load(partial_ptr + slot * HEAD_SIZE + dims, mask=dims < HEAD_SIZE, other=0.0)
-        new_peak = tl.maximum(peak, other_peak)
-        shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        decay = tl.exp2(peak - shift)
-        other_decay = tl.exp2(other_peak - shift)
-        acc = acc * decay + part * other_decay
-        total = total * decay + other_total * other_decay
-        peak = new_peak
-    result = acc / tl.where(total > 0.0, total, 1.0)
-    tl.store(
-        out_ptr + token * out_stride_token + head * out_stride_head + dims,
-        result.to(out_ptr.dtype.element_ty),
-        mask=dims < HEAD_SIZE,
+    if MASKED:
+        key_valid = (keys >= first_key) & (keys < key_end)
+        blocks = tl.load(table_ptr + keys // BLOCK_SIZE, mask=key_valid, other=0).to(tl.int64)
+        offsets = blocks * stride_block + (keys % BLOCK_SIZE) * stride_slot
+        mask = key_valid[:, None] & (dims < HEAD_SIZE)[None, :]
+        key = tl.load(key_ptr + offsets[:, None] + dims[None, :], mask=mask, other=0.0)
+        value = tl.load(value_ptr + offsets[:, None] + dims[None, :], mask=mask, other=0.0)
+    else:
+        blocks = tl.load(table_ptr + keys // BLOCK_SIZE).to(tl.int64)
+        offsets = blocks * stride_block + (keys % BLOCK_SIZE) * stride_slot
+        if HEAD_SIZE == HEAD_PAD:
+            key = tl.load(key_ptr + offsets[:, None] + dims[None, :])
+            value = tl.load(value_ptr + offsets[:, None] + dims[None, :])
+        else:
+            mask = (dims < HEAD_SIZE)[None, :]
+            key = tl.load(key_ptr + offsets[:, None] + dims[None, :], mask=mask, other=0.0)
+            value = tl.load(value_ptr + offsets[:, None] + dims[None, :], mask=mask, other=0.0)
+    scores = tl.dot(query, tl.trans(key), input_precision="ieee")
+    if MASKED:
+        seen = (keys[None, :] <= row_position[:, None]) & key_valid[None, :]
+        if WINDOW > 0:
+            seen = seen & (keys[None, :] > row_position[:, None] - WINDOW)
+        scores = tl.where(seen, scores, float("-inf"))
+    peak = tl.max(scores, axis=1) * scale_log2
+    shift = tl.where(peak == float("-inf"), 0.0, peak)
+    # Written out, as compilers would fuse the product and the difference only where no mask stands between.
+    scores = tl.fma(
+        scores, tl.full(scores.shape, scale_log2, tl.float32), tl.broadcast_to(-shift[:, None], scores.shape)
     )
+    weights = tl.exp2(scores).to(value.dtype)
+    # A sum over lanes and warps would have the order of the layout; every column of this product is the sum.
+    ones = tl.full([SEGMENT, SUM_COLUMNS], 1.0, value.dtype)
+    total = tl.max(tl.dot(weights, ones, input_precision="ieee"), axis=1)
+    return peak, total, tl.dot(weights, value, input_precision="ieee")
 
 
 @triton.jit
@@ -86,18 +97,32 @@ def fold(peak, total, acc, part_peak, part_total, part):
     shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
     decay = tl.exp2(peak - shift)
     part_decay = tl.exp2(part_peak - shift)
-    # Written out: compilers may choose which of two products a sum swallows.
+    # Written out, and compiled without fused products: compilers choose which of two products a sum swallows, and in
+    # some forms of the kernel the peaks are products too.
     total = tl.fma(part_total, part_decay, total * decay)
     acc = tl.fma(part, tl.broadcast_to(part_decay[:, None], part.shape), acc * decay[:, None])
     return new_peak, total, acc
 
 
 @triton.jit
+def load_part(partial_ptr, stats_ptr, slots, dims, valid, HEAD_SIZE: tl.constexpr):
+    """(peak, sum of weights, weighted sum of values) of one segment, from scratch memory. slots, valid: [rows]."""
+    peak = tl.load(
+        stats_ptr + slots * 2, mask=valid, other=0.0, cache_modifier=".cg"
+    )  # others may have stored it
+    total = tl.load(stats_ptr + slots * 2 + 1, mask=valid, other=0.0, cache_modifier=".cg")
+    places = partial_ptr + slots[:, None] * HEAD_SIZE + dims[None, :]
+    mask = valid[:, None] & (dims < HEAD_SIZE)[None, :]
+    return peak, total, tl.load(places, mask=mask, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit(do_not_specialize=["num_segments"])
 def fold_segments_kernel(
     partial_ptr,
     stats_ptr,
     out_ptr,
     positions_ptr,
+    num_segments,
     out_stride_token,
     out_stride_head,
     WINDOW: tl.constexpr,
@@ -105,7 +130,6 @@ def fold_segments_kernel(
     HEAD_SIZE: tl.constexpr,
     HEAD_PAD: tl.constexpr,
     SEGMENT: tl.constexpr,
-    NUM_SEGMENTS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """One program a (token, head). Reads exactly the segments that hold a key the row sees."""
@@ -116,18 +140,15 @@ def fold_segments_kernel(
     first = 0
     if WINDOW > 0:
         first = (tl.maximum(position - WINDOW + 1, 0) // SEGMENT).to(tl.int32)
-    last = tl.minimum(position // SEGMENT, NUM_SEGMENTS - 1).to(tl.int32)
+    last = tl.minimum(position // SEGMENT, num_segments - 1).to(tl.int32)
     row = tl.zeros([1], tl.int32)
     dims = tl.arange(0, HEAD_PAD)
     peak = tl.full([1], float("-inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
     acc = tl.zeros([1, HEAD_PAD], tl.float32)
-    for segment in range(first, last + 1):
-        slot = (token * NUM_HEADS + head) * NUM_SEGMENTS + segment + row
-        part_peak = tl.load(stats_ptr + slot * 2)
-        part_total = tl.load(stats_ptr + slot * 2 + 1)
-        places = partial_ptr + slot[:, None] * HEAD_SIZE + dims[None, :]
-        part = tl.load(places, mask=(dims < HEAD_SIZE)[None, :], other=0.0)
+    for segment in tl.range(first, last + 1, loop_unroll_factor=4):  # loads under way at once
+        slot = (token * NUM_HEADS + head) * num_segments + segment + row
+        part_peak, part_total, part = load_part(partial_ptr, stats_ptr, slot, dims, row == 0, HEAD_SIZE)
         peak, total, acc = fold(peak, total, acc, part_peak, part_total, part)
     result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     tl.store(

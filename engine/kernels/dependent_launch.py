@@ -3,10 +3,11 @@
 A step of few rows is a chain of several hundred short kernels, and between two of them the device idles for about a
 microsecond: programs drain, the next ones are scheduled, first loads are answered. A kernel that calls `begin` lets its
 successor be scheduled at once, and itself waits there until its predecessor has ended and what it wrote can be read.
-What stands before `begin` may only address weights, to have them brought into the L2 cache (`prefetch_rows`).
+What stands before that may only address weights, to have them brought into the L2 cache (`prefetch_rows`) or to hold
+them already.
 
-Every program of such a kernel calls `begin` first, before it returns early or reads: so when a kernel has ended, all
-before it have. Kernels without it, torch's for example, may stand anywhere between: they run alone.
+Every program of such a kernel calls `begin` first, before it returns early or reads what others wrote: so when a kernel
+has ended, all before it have. Kernels without it, torch's for example, may stand anywhere between: they run alone.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ _FIRST_CAPABILITY = (9, 0)
 
 def launch_options(device: torch.device, *, wanted: bool = True) -> dict[str, bool]:
     """For the launch of a kernel that calls `begin`: its constant OVERLAPS, and how it is launched."""
-    return {"OVERLAPS": True, "launch_pdl": True} if wanted and _can_overlap(device) else {"OVERLAPS": False}
+    return {"OVERLAPS": True, "launch_pdl": True} if wanted and can_overlap(device) else {"OVERLAPS": False}
 
 
 @functools.cache
-def _can_overlap(device: torch.device) -> bool:
+def can_overlap(device: torch.device) -> bool:
+    """Do kernels begin early there, if they want to?"""
     if device.type != "cuda" or knobs.runtime.interpret or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(device) >= _FIRST_CAPABILITY
@@ -41,8 +43,21 @@ def _can_overlap(device: torch.device) -> bool:
 @jit
 def begin(OVERLAPS: tl.constexpr):
     """Let the next kernel be scheduled; wait for the one before."""
+    let_next_begin(OVERLAPS)
+    wait_for_previous(OVERLAPS)
+
+
+@jit
+def let_next_begin(OVERLAPS: tl.constexpr):
+    """The first half of `begin`, of a kernel that reads weights itself between the two: were it to read them before, no
+    kernel behind could do so meanwhile."""
     if OVERLAPS:
         gdc_launch_dependents()
+
+
+@jit
+def wait_for_previous(OVERLAPS: tl.constexpr):
+    if OVERLAPS:
         gdc_wait()
 
 

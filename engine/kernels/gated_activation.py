@@ -1,9 +1,9 @@
-"""y = activation(gate) * up, where gate and up stand side by side in one product's output.
+"""y = activation(gate) * factor, where gate and factor may stand side by side in one product's output.
 
 The activation is computed in float32 (float64 for float64) and rounded to the dtype, as is the product. `silu`: gate *
 sigmoid(gate). `gelu_tanh`: 0.5 gate (1 + tanh(sqrt(2 / pi) (gate + 0.044715 gate^3))).
 
-Shapes: gate_up [num_rows, 2 * size] dense; y [num_rows, size]. Grid: (rows, column blocks).
+Shapes: gate, factor [num_rows, size], rows dense; y [num_rows, size] dense. Grid: (rows, column blocks).
 """
 
 from __future__ import annotations
@@ -21,15 +21,21 @@ MAX_BLOCK = 1024  # columns of one program
 
 
 def gated_activation(gate_up: torch.Tensor, activation: ActivationName) -> torch.Tensor:
+    """Of gate and factor side by side, [num_rows, 2 * size]."""
+    gate, factor = gate_up.chunk(2, dim=-1)
+    return activate_times(gate, factor, activation)
+
+
+def activate_times(gate: torch.Tensor, factor: torch.Tensor, activation: ActivationName) -> torch.Tensor:
     """See the module docstring."""
-    if gate_up.is_cuda:
-        return gated_activation_triton(gate_up, activation)
-    return gated_activation_reference(gate_up, activation)
+    operation = activate_times_triton if gate.is_cuda else activate_times_reference
+    return operation(gate, factor, activation)
 
 
-def gated_activation_reference(gate_up: torch.Tensor, activation: ActivationName) -> torch.Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
-    return activate(gate, activation).mul_(up)
+def activate_times_reference(
+    gate: torch.Tensor, factor: torch.Tensor, activation: ActivationName
+) -> torch.Tensor:
+    return activate(gate, activation).mul_(factor)
 
 
 def activate(x: torch.Tensor, activation: ActivationName) -> torch.Tensor:
@@ -38,9 +44,26 @@ def activate(x: torch.Tensor, activation: ActivationName) -> torch.Tensor:
 
 
 @jit
-def _gated_activation_kernel(
-    gate_up_ptr,
+def activated(gate, IS_SILU: tl.constexpr):
+    """Part of a kernel: the activation alone, in the type of `gate`."""
+    if IS_SILU:
+        decay = tl.exp(-tl.abs(gate))
+        y = gate * tl.where(gate < 0.0, decay, 1.0) / (1.0 + decay)
+    else:
+        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        decay = tl.exp(-2.0 * tl.abs(inner))  # never overflows
+        tanh = (1.0 - decay) / (1.0 + decay)
+        y = 0.5 * gate * (1.0 + tl.where(inner < 0.0, -tanh, tanh))
+    return y
+
+
+@jit
+def _activate_times_kernel(
+    gate_ptr,
+    factor_ptr,
     y_ptr,
+    gate_stride,
+    factor_stride,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     IS_SILU: tl.constexpr,
@@ -52,32 +75,30 @@ def _gated_activation_kernel(
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < SIZE
     dtype = y_ptr.dtype.element_ty
-    gate = tl.load(gate_up_ptr + row * 2 * SIZE + columns, mask=mask, other=0.0).to(COMPUTE)
-    up = tl.load(gate_up_ptr + row * 2 * SIZE + SIZE + columns, mask=mask, other=0.0).to(COMPUTE)
-    if IS_SILU:
-        decay = tl.exp(-tl.abs(gate))
-        activated = gate * tl.where(gate < 0.0, decay, 1.0) / (1.0 + decay)
-    else:
-        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        decay = tl.exp(-2.0 * tl.abs(inner))  # never overflows
-        tanh = (1.0 - decay) / (1.0 + decay)
-        activated = 0.5 * gate * (1.0 + tl.where(inner < 0.0, -tanh, tanh))
-    y = activated.to(dtype).to(COMPUTE) * up
+    gate = tl.load(gate_ptr + row * gate_stride + columns, mask=mask, other=0.0).to(COMPUTE)
+    factor = tl.load(factor_ptr + row * factor_stride + columns, mask=mask, other=0.0).to(COMPUTE)
+    y = activated(gate, IS_SILU).to(dtype).to(COMPUTE) * factor
     tl.store(y_ptr + row * SIZE + columns, y.to(dtype), mask=mask)
 
 
-def gated_activation_triton(gate_up: torch.Tensor, activation: ActivationName) -> torch.Tensor:
-    num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-    assert gate_up.is_contiguous()
-    y = torch.empty(num_rows, size, dtype=gate_up.dtype, device=gate_up.device)
+def activate_times_triton(
+    gate: torch.Tensor, factor: torch.Tensor, activation: ActivationName
+) -> torch.Tensor:
+    num_rows, size = gate.shape
+    assert gate.stride(-1) == factor.stride(-1) == 1, "rows must be dense"
+    y = torch.empty(num_rows, size, dtype=gate.dtype, device=gate.device)
     block = min(next_power_of_2(size), MAX_BLOCK)
-    _gated_activation_kernel[(num_rows, -(-size // block))](
-        gate_up,
+    _activate_times_kernel[(num_rows, -(-size // block))](
+        gate,
+        factor,
         y,
+        gate.stride(0),
+        factor.stride(0),
         SIZE=size,
         BLOCK=block,
         IS_SILU=activation == "silu",
-        COMPUTE=tl.float64 if gate_up.dtype == torch.float64 else tl.float32,
-        **launch_options(gate_up.device),
+        COMPUTE=tl.float64 if gate.dtype == torch.float64 else tl.float32,
+        enable_fp_fusion=False,  # as in the products that do it themselves
+        **launch_options(gate.device),
     )
     return y

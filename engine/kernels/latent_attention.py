@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.attention_segments import find_request, merge_segments_kernel
+from engine.kernels.attention_segments import find_request, fold_segments_kernel
 from engine.kernels.dependent_launch import begin, launch_options
 
 SEGMENT = 256  # keys of one program where a context is split: with one KV head, little else runs in parallel
@@ -226,19 +226,19 @@ def latent_attention(
         **launch_options(query.device),
     )
     if is_split:
-        merge_segments_kernel[(num_tokens, num_heads)](
+        fold_segments_kernel[(num_tokens, num_heads)](
             partial,
             stats,
             out,
             positions,
+            num_segments,
             out.stride(0),
             out.stride(1),
             WINDOW=0,
             NUM_HEADS=num_heads,
             HEAD_SIZE=value_size,
             HEAD_PAD=value_pad,
-            SEGMENT_SIZE=segment,
-            NUM_SEGMENTS=num_segments,
+            SEGMENT=segment,
             num_warps=4,
             **launch_options(query.device),
         )

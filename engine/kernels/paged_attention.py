@@ -6,20 +6,26 @@ last ones may lie behind its keys (speculation beyond a token limit): what they 
 
 Shapes: query, out [num_tokens, num_heads, head_size]; key_cache, value_cache [num_blocks, block_size, num_kv_heads,
 head_size]; block_table [num_reqs, max_blocks] int32; query_start_loc [num_reqs + 1] int32; seq_lens [num_reqs] int32;
-positions [num_tokens] int64.
-Head h reads KV head h // (num_heads // num_kv_heads). Scores, softmax and sums in float32, weights in the cache's
-dtype for the second product. Lengths are read on the device, so a captured launch replays at any length; requests of
-length 0 and query blocks behind a request's end return at once. Keys behind a row's position are never read as
-values of weight zero: they are not loaded or masked before the maximum is taken.
+positions [num_tokens] int64. Head h reads KV head h // (num_heads // num_kv_heads). Scores, softmax and sums in
+float32, weights in the cache's dtype for the second product. Lengths are read on the device, so a captured launch
+replays at any length; requests of length 0 and query blocks behind a request's end return at once. Keys behind a row's
+position are never read as values of weight zero: they are not loaded or masked before the maximum is taken.
 
-Grid: (query blocks, KV heads, segments). The query rows of one KV head's group stand together: row r of a block is
-token r // group, member r % group. A block of BLOCK_Q tokens belongs to one request; request r begins at block
+All sums have one order, so a row's bits depend on nothing but the row: not on the batch, the chunk or the form of the
+launch. Keys stand in segments at fixed absolute positions, as many in each as the shape of a head says. A segment is
+one tile: its scores s = q . k, their peak m_s = scale * max s, weights w = cast(exp2(fma(s, scale, -m_s))), t_s = sum w
+and o_s = w V, the last two by the same matrix instructions, from zero. A row's result is folded from its segments in
+order: m' = max(m, m_s); t = fma(t_s, exp2(m_s - m'), t * exp2(m - m')); o likewise; out = o / t.
+Segments whose keys a row does not see change nothing (their weights are zero, the factors one), so it does not matter
+what else a program computes.
+
+Grid: (query blocks, KV heads, spans of segments). The query rows of one KV head's group stand together: row r of a
+block is token r // group, member r % group. A block of BLOCK_Q tokens belongs to one request; request r begins at block
 query_start[r] // BLOCK_Q + r. Example, BLOCK_Q 4, query lengths [5, 1, 3]: query_start [0, 5, 6], first blocks
 [0, 2, 3]; request 0 has blocks 0 and 1, the grid has 9 // 4 + 3 = 5 blocks.
-
-Contexts of decodes are split into segments at fixed absolute positions (flash decoding, Dao et al.
-2023), merged in order: a row's result does not depend on its neighbours or on the batch. The program that finishes last
-of a block's segments merges them, or, if they are many, a second kernel does, one program a token and head.
+With one span a program folds all segments in registers. With more (flash decoding, Dao et al. 2023) each stores its
+segments to scratch memory; who finishes last of a block's programs folds them, or, if there are many, a second kernel.
+How many rows, segments and warps a program has (`Form`) is a question of speed only.
 """
 
 from __future__ import annotations
@@ -28,18 +34,18 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.attention_segments import find_request, merge_segments_kernel
+from engine.kernels.attention_form import MAX_SHORT_QUERY_LEN, Form, HeadShape, choose_form, segment_size
+from engine.kernels.attention_segments import (
+    attend_segment,
+    find_request,
+    fold,
+    fold_segments_kernel,
+    load_part,
+)
 from engine.kernels.dependent_launch import begin, launch_options
-from engine.kernels.triton_support import shared_memory_bytes
 
-SEGMENTS = (
-    128,
-    512,
-)  # keys of one program where a context is split: with few requests, and with enough of them
-ENOUGH_PROGRAMS = 256  # requests times KV heads that occupy a device without more than the necessary splits
-MAX_MERGED_IN_PLACE = 16  # segments; more are merged faster by more programs
-MAX_COUNTERS = 1 << 16  # of blocks of queries and KV heads whose segments are merged in place
-MAX_SPLIT_QUERY_LEN = 16  # query tokens of a request; longer chunks have parallelism enough
+MAX_FOLDED_IN_PLACE = 16  # segments; more are folded faster by more programs
+MAX_COUNTERS = 1 << 16  # of blocks of queries and KV heads whose segments are folded in place
 
 
 def paged_attention_reference(
@@ -75,7 +81,7 @@ def paged_attention_reference(
     return output
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_reqs", "num_segments", "table_stride"])  # one compilation for all batches
 def _paged_attention_kernel(
     query_ptr,
     key_ptr,
@@ -89,6 +95,7 @@ def _paged_attention_kernel(
     positions_ptr,
     block_table_ptr,
     num_reqs,
+    num_segments,  # that there is scratch memory for
     scale,
     query_stride_token,
     query_stride_head,
@@ -106,10 +113,11 @@ def _paged_attention_kernel(
     HEAD_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_Q: tl.constexpr,
-    TILE: tl.constexpr,
-    SEGMENT_SIZE: tl.constexpr,
-    NUM_SEGMENTS: tl.constexpr,
-    MERGES: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    SPAN: tl.constexpr,  # segments of a program; 0: all
+    SUM_COLUMNS: tl.constexpr,
+    FIRST_PHASE: tl.constexpr,  # 2: all segments by masks; 1: chunks are long; 0: and there is a window
+    FOLDS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     begin(OVERLAPS)
@@ -141,97 +149,89 @@ def _paged_attention_kernel(
         other=0.0,
     )
 
-    key_begin = 0
-    key_end = computed + tl.minimum(first_query + BLOCK_Q, query_len)
-    key_end = tl.minimum(key_end, tl.load(seq_lens_ptr + request))
+    end_query = tl.minimum(first_query + BLOCK_Q, query_len)
+    # Keys before the first are not touched: behind a window, their blocks may be another request's by now.
+    first_key = 0
+    key_end = tl.minimum(computed + end_query, tl.load(seq_lens_ptr + request))
     if WINDOW > 0:
-        key_begin = tl.maximum(computed + first_query - WINDOW + 1, 0)
-    if NUM_SEGMENTS > 1:
-        key_end = tl.minimum(
-            key_end, NUM_SEGMENTS * SEGMENT_SIZE
-        )  # who merges waits for nobody beyond the grid
-    first_segment = key_begin // SEGMENT_SIZE
-    last_segment = (key_end - 1) // SEGMENT_SIZE
-    if NUM_SEGMENTS > 1:
-        key_begin = tl.maximum(key_begin, tl.program_id(2) * SEGMENT_SIZE)
-        key_end = tl.minimum(key_end, (tl.program_id(2) + 1) * SEGMENT_SIZE)
-        if key_begin >= key_end:
+        first_key = tl.maximum(computed + first_query - WINDOW + 1, 0)
+    if SPAN > 0:
+        key_end = tl.minimum(key_end, num_segments * SEGMENT)  # who folds waits for nobody beyond the grid
+    first_segment = first_key // SEGMENT
+    end_segment = (key_end + SEGMENT - 1) // SEGMENT
+    begin_segment = first_segment
+    if SPAN > 0:
+        num_programs = (end_segment + SPAN - 1) // SPAN - first_segment // SPAN
+        begin_segment = tl.maximum(first_segment, tl.program_id(2) * SPAN)
+        last_segment = tl.minimum(end_segment, (tl.program_id(2) + 1) * SPAN)
+        if begin_segment >= last_segment:
             return
-    # Tiles begin at multiples of TILE, so that a row's sums are formed alike whatever its neighbours. Keys before
-    # `first_key` are not touched: behind a window, their blocks may be another request's by now.
-    first_key = key_begin
-    key_begin = (key_begin // TILE) * TILE
+    else:
+        last_segment = end_segment
 
+    key_ptr += kv_head * key_stride_head
+    value_ptr += kv_head * key_stride_head
+    block_table_ptr += request * table_stride
+    scale_log2 = scale * 1.4426950408889634  # exp(x) = exp2(x * log2(e))
     peak = tl.full([BLOCK_Q * GROUP_PAD], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_Q * GROUP_PAD], tl.float32)
     acc = tl.zeros([BLOCK_Q * GROUP_PAD, HEAD_PAD], tl.float32)
-    scale_log2 = scale * 1.4426950408889634  # exp(x) = exp2(x * log2(e))
-    for tile in range(key_begin, key_end, TILE):
-        keys = tile + tl.arange(0, TILE)
-        key_valid = (keys >= first_key) & (keys < key_end)
-        blocks = tl.load(
-            block_table_ptr + request * table_stride + keys // BLOCK_SIZE, mask=key_valid, other=0
-        ).to(tl.int64)
-        offsets = (
-            blocks * key_stride_block + (keys % BLOCK_SIZE) * key_stride_slot + kv_head * key_stride_head
-        )
-        key = tl.load(
-            key_ptr + offsets[None, :] + dims[:, None],
-            mask=(dims < HEAD_SIZE)[:, None] & key_valid[None, :],
-            other=0.0,
-        )
-        value = tl.load(
-            value_ptr + offsets[:, None] + dims[None, :],
-            mask=key_valid[:, None] & (dims < HEAD_SIZE)[None, :],
-            other=0.0,
-        )
-        scores = tl.dot(query, key, input_precision="ieee") * scale_log2
-        seen = (keys[None, :] <= row_position[:, None]) & key_valid[None, :]
+    slot = (row_token * NUM_HEADS + row_head) * num_segments
+    # Segments that all rows see whole, which most are of a long chunk, stand between some that need masks.
+    whole_begin, whole_end = begin_segment, begin_segment
+    if FIRST_PHASE < 2:
         if WINDOW > 0:
-            seen = seen & (keys[None, :] > row_position[:, None] - WINDOW)
-        scores = tl.where(seen, scores, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, axis=1))
-        shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        weights = tl.exp2(scores - shift[:, None])
-        decay = tl.exp2(peak - shift)
-        total = total * decay + tl.sum(weights, axis=1)
-        acc = acc * decay[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
-        peak = new_peak
+            outside = tl.maximum(computed + end_query - WINDOW, 0)  # keys that the last row does not see
+            whole_begin = tl.maximum((outside + SEGMENT - 1) // SEGMENT, begin_segment)
+            whole_begin = tl.minimum(whole_begin, last_segment)
+        whole_end = tl.minimum(tl.minimum(computed + first_query + 1, key_end) // SEGMENT, last_segment)
+        whole_end = tl.maximum(whole_end, whole_begin)
+    for phase in tl.static_range(FIRST_PHASE, 3):
+        low = begin_segment if phase == 0 else whole_begin if phase == 1 else whole_end
+        high = whole_begin if phase == 0 else whole_end if phase == 1 else last_segment
+        for segment in range(low, high):
+            part_peak, part_total, part = attend_segment(
+                query,
+                key_ptr,
+                value_ptr,
+                block_table_ptr,
+                segment,
+                row_position,
+                first_key,
+                key_end,
+                scale_log2,
+                key_stride_block,
+                key_stride_slot,
+                WINDOW,
+                HEAD_SIZE,
+                HEAD_PAD,
+                BLOCK_SIZE,
+                SEGMENT,
+                SUM_COLUMNS,
+                phase != 1,
+            )
+            if SPAN > 0:
+                own = slot + segment
+                tl.store(partial_ptr + own[:, None] * HEAD_SIZE + dims[None, :], part, mask=row_mask)
+                tl.store(stats_ptr + own * 2, part_peak, mask=row_valid)
+                tl.store(stats_ptr + own * 2 + 1, part_total, mask=row_valid)
+            else:
+                peak, total, acc = fold(peak, total, acc, part_peak, part_total, part)
 
-    if NUM_SEGMENTS > 1:
-        slot = (row_token * NUM_HEADS + row_head) * NUM_SEGMENTS + tl.program_id(2)
-        tl.store(partial_ptr + slot[:, None] * HEAD_SIZE + dims[None, :], acc, mask=row_mask)
-        tl.store(stats_ptr + slot * 2, peak, mask=row_valid)
-        tl.store(stats_ptr + slot * 2 + 1, total, mask=row_valid)
-        if not MERGES:
+    if SPAN > 0:
+        if not FOLDS:
             return
         # Who counts last sees what the others stored before they counted.
         tl.debug_barrier()
         counter = counters_ptr + q_block * tl.num_programs(1) + kv_head
-        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") < last_segment - first_segment:
+        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") < num_programs - 1:
             return
         tl.store(counter, 0)  # for the next launch
-        peak = tl.full([BLOCK_Q * GROUP_PAD], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK_Q * GROUP_PAD], tl.float32)
-        acc = tl.zeros([BLOCK_Q * GROUP_PAD, HEAD_PAD], tl.float32)
-        slot = (row_token * NUM_HEADS + row_head) * NUM_SEGMENTS
-        for segment in range(first_segment, last_segment + 1):
-            own = slot + segment
-            other_peak = tl.load(stats_ptr + own * 2, mask=row_valid, other=0.0, cache_modifier=".cg")
-            other_total = tl.load(stats_ptr + own * 2 + 1, mask=row_valid, other=0.0, cache_modifier=".cg")
-            part = tl.load(
-                partial_ptr + own[:, None] * HEAD_SIZE + dims[None, :],
-                mask=row_mask,
-                other=0.0,
-                cache_modifier=".cg",
+        for segment in tl.range(first_segment, end_segment, loop_unroll_factor=4):  # loads under way at once
+            part_peak, part_total, part = load_part(
+                partial_ptr, stats_ptr, slot + segment, dims, row_valid, HEAD_SIZE
             )
-            new_peak = tl.maximum(peak, other_peak)
-            shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-            decay = tl.exp2(peak - shift)
-            other_decay = tl.exp2(other_peak - shift)
-            acc = acc * decay[:, None] + part * other_decay[:, None]
-            total = total * decay + other_total * other_decay
-            peak = new_peak
+            peak, total, acc = fold(peak, total, acc, part_peak, part_total, part)
     result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     tl.store(
         out_ptr + row_token[:, None] * out_stride_token + row_head[:, None] * out_stride_head + dims[None, :],
@@ -254,56 +254,51 @@ def paged_attention(
     max_seq_len: int,
     window: int | None = None,
     counters: torch.Tensor | None = None,
+    form: Form | None = None,
     segment: int | None = None,
-    tile: int | None = None,
 ) -> torch.Tensor:
     """See the module docstring. max_query_len, max_seq_len: host upper bounds. counters: [MAX_COUNTERS] int32, zeros,
-    which are zeros again afterwards; without them a second kernel merges. `segment`, `tile`: for measuring.
-    """
+    which are zeros again afterwards; without them a second kernel folds. `form`, `segment`: for measuring."""
     num_tokens, num_heads, head_size = query.shape
     block_size, num_kv_heads = key_cache.shape[1], key_cache.shape[2]
     assert key_cache.stride() == value_cache.stride(), "key and value caches must have one layout"
-    group = num_heads // num_kv_heads
-    group_pad = triton.next_power_of_2(group)
-    head_pad = max(16, triton.next_power_of_2(head_size))
-    is_few = max_query_len <= MAX_SPLIT_QUERY_LEN
-    segment = segment or SEGMENTS[len(seq_lens) * num_kv_heads >= ENOUGH_PROGRAMS]
-    is_split = is_few and max_seq_len > segment
-    num_segments = -(-max_seq_len // segment) if is_split else 1
-    is_wide = head_pad > 256  # the sums of 64 rows would not fit into registers
-    # Decodes and verifications are computed alike, so that drafts cannot change a token's last bits.
-    num_rows = 16 if is_few else 32 if is_wide else 64
-    block_q = max(num_rows // group_pad, 1)
-    # Two stages of keys and values must fit into shared memory; the one tile of a short segment needs one stage.
-    row_bytes = head_pad * key_cache.itemsize
-    if tile is None:
-        tile = 64 if head_pad < 256 else 32 if row_bytes <= 1024 else 16
-        fits = 3 * segment * row_bytes <= shared_memory_bytes(query.device)
-        if segment == SEGMENTS[0] and is_split and row_bytes <= 512 and fits:
-            tile = segment
-    tile = min(tile, segment)
+    shape = HeadShape(num_heads // num_kv_heads, head_size, key_cache.itemsize)
+    group_pad = triton.next_power_of_2(shape.group)
+    segment = segment or segment_size(shape, query.device)
+    if form is None:
+        form = choose_form(
+            shape,
+            query.device,
+            num_reqs=len(seq_lens),
+            num_kv_heads=num_kv_heads,
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+        )
+    block_q = max(form.num_rows // group_pad, 1)
+    num_segments = -(-max_seq_len // segment)
     out = torch.empty_like(query)
     partial = stats = out
-    if is_split:
-        shape = (num_tokens, num_heads, num_segments)
-        partial = torch.empty(*shape, head_size, dtype=torch.float32, device=query.device)
-        stats = torch.empty(*shape, 2, dtype=torch.float32, device=query.device)
+    if form.span:
+        parts = (num_tokens, num_heads, num_segments)
+        partial = torch.empty(*parts, head_size, dtype=torch.float32, device=query.device)
+        stats = torch.empty(*parts, 2, dtype=torch.float32, device=query.device)
+    num_blocks = num_tokens // block_q + len(seq_lens)
+    folds = (
+        counters is not None
+        and num_segments <= MAX_FOLDED_IN_PLACE
+        and num_blocks * num_kv_heads <= len(counters)
+    )
+    num_rows = block_q * group_pad
     constants = {
         "WINDOW": window or 0,
         "NUM_HEADS": num_heads,
         "HEAD_SIZE": head_size,
-        "HEAD_PAD": head_pad,
-        "SEGMENT_SIZE": segment,
-        "NUM_SEGMENTS": num_segments,
+        "HEAD_PAD": max(16, triton.next_power_of_2(head_size)),
+        "SEGMENT": segment,
+        "enable_fp_fusion": False,  # the forms differ in where a product and a difference meet
         **launch_options(query.device),
     }
-    grid = (num_tokens // block_q + len(seq_lens), num_kv_heads, num_segments)
-    merges = (
-        counters is not None
-        and num_segments <= MAX_MERGED_IN_PLACE
-        and grid[0] * num_kv_heads <= len(counters)
-    )
-    _paged_attention_kernel[grid](
+    _paged_attention_kernel[(num_blocks, num_kv_heads, -(-num_segments // form.span) if form.span else 1)](
         query,
         key_cache,
         value_cache,
@@ -316,6 +311,7 @@ def paged_attention(
         positions,
         block_table,
         len(seq_lens),
+        num_segments,
         scale,
         query.stride(0),
         query.stride(1),
@@ -325,18 +321,30 @@ def paged_attention(
         key_cache.stride(0),
         key_cache.stride(1),
         key_cache.stride(2),
-        GROUP=group,
+        GROUP=shape.group,
         GROUP_PAD=group_pad,
         BLOCK_SIZE=block_size,
         BLOCK_Q=block_q,
-        TILE=tile,
-        MERGES=merges,
-        num_warps=8 if is_wide else 4,
-        num_stages=2,
+        SPAN=form.span,
+        # Wider than high, else Triton has every warp of mma.sync compute the whole tile.
+        SUM_COLUMNS=2 * num_rows if num_rows < 64 else 16,
+        FIRST_PHASE=2 if form.span or max_query_len <= MAX_SHORT_QUERY_LEN else 0 if window else 1,
+        FOLDS=folds,
+        num_warps=form.num_warps,
+        num_stages=form.num_stages,
+        maxnreg=form.max_registers,
         **constants,
     )
-    if is_split and not merges:
-        merge_segments_kernel[(num_tokens, num_heads)](
-            partial, stats, out, positions, out.stride(0), out.stride(1), num_warps=1, **constants
+    if form.span and not folds:
+        fold_segments_kernel[(num_tokens, num_heads)](
+            partial,
+            stats,
+            out,
+            positions,
+            num_segments,
+            out.stride(0),
+            out.stride(1),
+            num_warps=1,
+            **constants,
         )
     return out

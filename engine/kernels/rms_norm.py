@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.kernels.dependent_launch import begin, launch_options
+from engine.kernels.row_norm import MAX_PAIRED_SIZE, inverse_rms, sum_of_squares, weighted
 from engine.kernels.triton_support import jit, next_power_of_2, tl
 
 
@@ -88,10 +89,10 @@ def _rms_norm_kernel(
         total = (x + branch).to(dtype)
         tl.store(sum_ptr + row * SIZE + columns, total, mask=mask)
         x = total.to(COMPUTE)
-    y = x * (1.0 / tl.sqrt(tl.sum(x * x, axis=0) / SIZE + eps))
+    y = x * inverse_rms(sum_of_squares(x, WIDTH), eps, SIZE)
     if HAS_WEIGHT:
         weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(COMPUTE)
-        y = y.to(dtype).to(COMPUTE) * weight if ROUNDS_FIRST else y * (weight + offset)
+        y = weighted(y, weight, offset, ROUNDS_FIRST, dtype)
     tl.store(y_ptr + row * SIZE + columns, y.to(dtype), mask=mask)
 
 
@@ -139,6 +140,6 @@ def _launch(
         HAS_WEIGHT=weight is not None,
         ROUNDS_FIRST=form.rounds_first,
         COMPUTE=tl.float64 if x.dtype == torch.float64 else tl.float32,
-        num_warps=min(max(width // 256, 1), 8),
+        num_warps=1 if width <= MAX_PAIRED_SIZE else min(width // 256, 8),
         **launch_options(x.device),
     )

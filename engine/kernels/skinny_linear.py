@@ -24,7 +24,11 @@ import torch
 import torch.nn.functional as F
 
 from engine.kernels.dependent_launch import begin, launch_options, prefetch_rows
-from engine.kernels.gated_activation import ActivationName, activate, gated_activation_reference
+from engine.kernels.gated_activation import (
+    ActivationName,
+    activate_times_reference,
+    activated,
+)
 from engine.kernels.triton_support import jit, next_power_of_2, shared_memory_bytes, tl
 
 MAX_ROWS = 64  # of a tile
@@ -53,7 +57,8 @@ def skinny_linear_reference(
 ) -> torch.Tensor:
     y = F.linear(x, weight, bias)
     if activation is not None:
-        y = gated_activation_reference(y, activation) if factor is None else activate(y, activation) * factor
+        gate, factor = y.chunk(2, dim=-1) if factor is None else (y, factor)
+        y = activate_times_reference(gate, factor, activation)
     return y if residual is None else residual + y
 
 
@@ -134,20 +139,12 @@ def _skinny_linear_kernel(
             acc_up += tl.load(bias_ptr + N + columns, mask=column_valid, other=0.0).to(tl.float32)[None, :]
     y = acc.to(dtype)
     if ACTIVATION > 0:
-        gate = y.to(tl.float32)
-        if ACTIVATION == 1:
-            decay = tl.exp(-tl.abs(gate))
-            activated = gate * tl.where(gate < 0.0, decay, 1.0) / (1.0 + decay)
-        else:
-            turn = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-            decay = tl.exp(-2.0 * tl.abs(turn))  # never overflows
-            tanh = (1.0 - decay) / (1.0 + decay)
-            activated = 0.5 * gate * (1.0 + tl.where(turn < 0.0, -tanh, tanh))
+        gate = activated(y.to(tl.float32), ACTIVATION == 1).to(dtype)
         factor = acc_up.to(dtype)
         if HAS_FACTOR:
             factor_start = factor_ptr + rows[:, None].to(tl.int64) * factor_stride
             factor = tl.load(factor_start + columns[None, :], mask=valid, other=0.0)
-        y = (activated.to(dtype).to(tl.float32) * factor.to(tl.float32)).to(dtype)
+        y = (gate.to(tl.float32) * factor.to(tl.float32)).to(dtype)
     place = rows[:, None].to(tl.int64) * N + columns[None, :]
     if HAS_RESIDUAL:
         y = (tl.load(residual_ptr + place, mask=valid, other=0.0).to(tl.float32) + y.to(tl.float32)).to(dtype)
@@ -227,6 +224,7 @@ def skinny_linear(
         PREFETCH=next_power_of_2(in_features + 1) // 2 if weight.nbytes <= OVERLAPPED_BYTES else 0,
         num_stages=tiling.num_stages,
         num_warps=tiling.num_warps,
+        enable_fp_fusion=False,  # what follows the product is rounded alike in all kernels that do it
         **launch_options(x.device, wanted=weight.nbytes <= OVERLAPPED_BYTES),
     )
     return y

@@ -4,7 +4,7 @@ Of a row with logits x, the largest x_max, temperature t:
     t = 0: the token that stands first (token_order.py).
     t > 0: of the tokens with (x - x_max) / t >= log(min_p), and as far as top_k and top_p leave them (truncation.py),
            the one with the largest (x - x_max) / t + g, g of keyed_noise.py; of equal scores the lowest id.
-A row whose x_max is not finite, or with NaN, is bad and gets token 0.
+A row whose x_max is not finite, or with NaN, is bad and gets token 0, or another `bad_id`.
 
 `draws` and `truncates` say which launches there are, not what a row does. Each row takes its own way through them, so
 its token is the same with every choice that does for it:
@@ -56,8 +56,11 @@ def _firsts_kernel(
     values, ids = load_tokens(
         logits_ptr + row * logits_stride, ids_ptr + row * ids_stride, columns, NUM_COLUMNS, HAS_IDS
     )
-    keys = tl.where(columns < NUM_COLUMNS, key_of(values, ids, ID_BITS), -(1 << 62))
-    tl.store(firsts_ptr + row * NUM_BLOCKS + block, tl.max(keys, axis=0))
+    # The largest key. Keys are wide integers: of each column they would take longer than reading it.
+    largest = tl.max(values, axis=0)
+    is_first = (values == largest) & (columns < NUM_COLUMNS)
+    first_id = tl.min(tl.where(is_first, ids, 1 << 30), axis=0)  # behind all ids
+    tl.store(firsts_ptr + row * NUM_BLOCKS + block, key_of(largest, first_id, ID_BITS))
 
 
 @jit
@@ -122,6 +125,7 @@ def _tokens_kernel(
     is_bad_ptr,
     reals_stride,
     DRAWS: tl.constexpr,
+    BAD_ID: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
     BLOCKS: tl.constexpr,
     ID_BITS: tl.constexpr,
@@ -136,7 +140,7 @@ def _tokens_kernel(
     if DRAWS:  # noqa: SIM102 - known when compiled
         if row_temperature(temperature_ptr, tl.load(rows_ptr + row), reals_stride) > 0.0:
             chosen = tl.max(tl.load(scores_ptr + places, mask=is_block, other=-(1 << 62)), axis=0)
-    tl.store(token_ids_ptr + row, tl.where(is_bad, 0, id_of(chosen, ID_BITS)))
+    tl.store(token_ids_ptr + row, tl.where(is_bad, BAD_ID, id_of(chosen, ID_BITS)))
     tl.store(is_bad_ptr + row, is_bad)
 
 
@@ -151,6 +155,7 @@ def draw_tokens(
     truncates: bool,
     candidate_ids: torch.Tensor | None = None,
     stream: int = TARGET_STREAM,
+    bad_id: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(token_ids, is_bad). See the module docstring."""
     num_rows, num_columns = logits.shape
@@ -207,6 +212,7 @@ def draw_tokens(
         is_bad,
         tables.strides[1],
         DRAWS=draws,
+        BAD_ID=bad_id,
         BLOCKS=next_power_of_2(num_blocks),
         num_warps=1,
         **blocks,

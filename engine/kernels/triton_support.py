@@ -28,7 +28,8 @@ def shared_memory_bytes(device: torch.device) -> int:
     """What one program may use. The interpreter knows no limit."""
     if device.type != "cuda":
         return 1 << 30
-    properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    properties = triton.runtime.driver.active.utils.get_device_properties(index)
     return int(properties["max_shared_mem"])
 
 

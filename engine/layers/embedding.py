@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from engine.kernels.embed_tokens import embed_tokens
 from engine.layers.exact_products import ExactProducts
 
 
@@ -25,14 +26,13 @@ class TokenEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         self.exact: ExactProducts | None = None  # of the head; set where numerics are exact
-        self._scale = torch.tensor(scale, dtype=dtype).item()  # sync: at start-up, host memory
+        self.scale = torch.tensor(scale, dtype=dtype).item()  # sync: at start-up, host memory
         weight = torch.empty(vocab_size, hidden_size, dtype=dtype, device=device)
         self.weight = nn.Parameter(weight, requires_grad=False)
 
-    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """[num_tokens] int64 -> [num_tokens, hidden_size]."""
-        embeddings = F.embedding(token_ids, self.weight)
-        return embeddings if self._scale == 1.0 else embeddings * self._scale
+    def forward(self, token_ids: torch.Tensor, beside: torch.Tensor | None = None) -> torch.Tensor:
+        """[num_tokens] int64 -> [num_tokens, hidden_size], and in the same rows those of `beside`, behind."""
+        return embed_tokens(token_ids, self.weight, self.scale, beside)
 
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[n, hidden_size] -> [n, vocab_size], both of dtype."""

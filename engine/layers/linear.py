@@ -1,7 +1,7 @@
 """Linear layers, plain and fused: a fused one computes several of the checkpoint's projections at once.
 
-On a GPU, products of few rows are a kernel of our own, which also does what follows the product. All others are the
-library's, or in exact numerics those of engine/layers/exact_products.py.
+On a GPU, products of few rows are kernels of our own, which also do what follows the product, and where W is small the
+norm before it. All others are the library's, or in exact numerics those of engine/layers/exact_products.py.
 """
 
 from __future__ import annotations
@@ -12,15 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from engine.kernels.gated_activation import ActivationName, activate, gated_activation
-from engine.kernels.skinny_linear import MAX_ROWS, skinny_linear
+from engine.kernels.gated_activation import ActivationName, activate_times, gated_activation
+from engine.kernels.resident_linear import MAX_NORMED_FEATURES, resident_linear, suits_resident
+from engine.kernels.skinny_linear import skinny_linear
 from engine.layers.exact_products import ExactProducts
+from engine.layers.unnormed import Rows, Unnormed, normed, rows_of
 
-MAX_SKINNY_ROWS = 16  # beyond, the library's product of a large weight is faster
-MAX_SMALL_ROWS = (
-    MAX_ROWS  # of products with a small weight: beside those, separate activations and sums cost most
-)
-SMALL_WEIGHT_BYTES = 8 << 20
+MAX_SKINNY_ROWS = 16  # beyond, the library's product is faster, even with an activation and a sum beside it
 _HALF_TYPES = (torch.bfloat16, torch.float16)
 
 
@@ -48,31 +46,40 @@ class Linear(nn.Module):
                 torch.empty(out_features, dtype=dtype, device=device), requires_grad=False
             )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Rows) -> torch.Tensor:
         """[num_tokens, in_features] -> [num_tokens, out_features]."""
-        if is_skinny(x, self.weight):
-            return skinny_linear(x, self.weight, self.bias)
-        return self._product(x)
+        if is_skinny(rows_of(x)):
+            return self._skinny_product(x)
+        return self._product(normed(x))
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """residual + y. residual: [num_tokens, out_features]."""
-        if is_skinny(x, self.weight):
-            return skinny_linear(x, self.weight, self.bias, residual=residual)
+        if is_skinny(x):
+            return self._skinny_product(x, residual=residual)
         return residual + self._product(x)
 
-    def gated(self, x: torch.Tensor, activation: ActivationName) -> torch.Tensor:
+    def gated(self, x: Rows, activation: ActivationName) -> torch.Tensor:
         """activation(gate) * up, where y is gate and up side by side: [num_tokens, out_features / 2]."""
-        if is_skinny(x, self.weight):
-            return skinny_linear(x, self.weight, self.bias, activation=activation)
-        return gated_activation(self._product(x), activation)
+        if is_skinny(rows_of(x)):
+            return self._skinny_product(x, activation=activation)
+        return gated_activation(self._product(normed(x)), activation)
 
     def activated(self, x: torch.Tensor, activation: ActivationName, factor: torch.Tensor) -> torch.Tensor:
         """activation(y) * factor. factor: [num_tokens, out_features], rows dense."""
-        if (
-            is_skinny(x, self.weight) or self.exact is not None
-        ):  # the library rounds activations in another way
+        if is_skinny(x):
             return skinny_linear(x, self.weight, self.bias, activation=activation, factor=factor)
-        return activate(self._product(x), activation) * factor
+        return activate_times(self._product(x), factor, activation)
+
+    def _skinny_product(
+        self, x: Rows, *, activation: ActivationName | None = None, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        rows, weight, bias = rows_of(x), self.weight, self.bias
+        if not suits_resident(rows, weight, is_gated=activation is not None):
+            return skinny_linear(normed(x), weight, bias, activation=activation, residual=residual)
+        if isinstance(x, Unnormed) and rows.shape[1] <= MAX_NORMED_FEATURES:
+            norm = x.weight, x.form
+            return resident_linear(rows, weight, bias, norm=norm, activation=activation, residual=residual)
+        return resident_linear(normed(x), weight, bias, activation=activation, residual=residual)
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         if self.exact is not None:
@@ -89,7 +96,6 @@ class Linear(nn.Module):
             start += size
 
 
-def is_skinny(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Does the product of x [num_rows, in_features] with the weight have a kernel of its own?"""
-    most = MAX_SMALL_ROWS if weight.nbytes <= SMALL_WEIGHT_BYTES else MAX_SKINNY_ROWS
-    return x.is_cuda and len(x) <= most and x.dtype in _HALF_TYPES and x.is_contiguous()
+def is_skinny(x: torch.Tensor) -> bool:
+    """Does a product with x [num_rows, in_features] have a kernel of its own?"""
+    return x.is_cuda and len(x) <= MAX_SKINNY_ROWS and x.dtype in _HALF_TYPES and x.is_contiguous()

@@ -9,6 +9,7 @@ from torch import nn
 
 from engine.kernels.gated_activation import ActivationName
 from engine.layers.linear import Linear
+from engine.layers.unnormed import Rows
 
 
 class GatedMLP(nn.Module):
@@ -37,7 +38,7 @@ class GatedMLP(nn.Module):
         output: torch.Tensor = self.down(self.gate_up.gated(x, self._activation))
         return output
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def add_to(self, residual: torch.Tensor, x: Rows) -> torch.Tensor:
         """residual + the output, [num_tokens, hidden_size]."""
         return self.down.add_to(residual, self.gate_up.gated(x, self._activation))
 

@@ -14,6 +14,7 @@ from engine.kernels.add_normed import add_normed
 from engine.kernels.attention_heads import HeadNorm
 from engine.kernels.rms_norm import NormForm, add_rms_norm, rms_norm
 from engine.layers.linear import Linear, is_skinny
+from engine.layers.unnormed import Rows, Unnormed
 
 
 class RMSNorm(nn.Module):
@@ -39,13 +40,15 @@ class RMSNorm(nn.Module):
         """(x + branch, its norm), all of the shape of x."""
         return add_rms_norm(x, branch, self.weight, self.form)
 
-    def after(
-        self, x: torch.Tensor, linear: Linear, inputs: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def pending(self, x: torch.Tensor) -> Unnormed:
+        """x: [num_tokens, size], to be normed by the product that reads it, or before."""
+        return Unnormed(x, self.weight, self.form)
+
+    def after(self, x: torch.Tensor, linear: Linear, inputs: torch.Tensor) -> tuple[torch.Tensor, Rows]:
         """(x + linear(inputs), its norm), in the fewest launches."""
-        if is_skinny(inputs, linear.weight):
+        if is_skinny(inputs):
             total = linear.add_to(x, inputs)
-            return total, self(total)
+            return total, self.pending(total)
         return self.add(x, linear(inputs))
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:

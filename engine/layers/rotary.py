@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 from engine.errors import CheckpointError
+from engine.kernels.rotary_tables import rotary_tables
 from engine.registry import Registry
 
-Rotation = tuple[torch.Tensor, torch.Tensor]  # cosines, signed sines: [num_tokens, 1, head_size] each
+Rotation = tuple[torch.Tensor, torch.Tensor]  # cosines, sines: [num_tokens, 1, head_size / 2] each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,12 +49,9 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("inverse_frequencies", frequencies.to(device), persistent=False)
         self._dtype = dtype
 
-    def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[num_tokens] int64 -> cosines and signed sines for `rotate`, [num_tokens, 1, head_size] each."""
-        angles = positions[:, None, None].to(torch.float32) * self.inverse_frequencies
-        cosine = (angles.cos() * self._magnitude).to(self._dtype)
-        sine = (angles.sin() * self._magnitude).to(self._dtype)
-        return torch.cat((cosine, cosine), dim=-1), torch.cat((-sine, sine), dim=-1)
+    def forward(self, positions: torch.Tensor) -> Rotation:
+        """[num_tokens] int64 -> cosines and sines for `rotate`."""
+        return rotary_tables(positions, self.inverse_frequencies, self._magnitude, self._dtype)
 
 
 # ---- frequencies by rope type: RopeConfig -> ([head_size / 2] float32, factor of cosines and sines) --------

@@ -35,8 +35,9 @@ class CausalLM(nn.Module, ABC):
         return {}
 
     @abstractmethod
-    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """[num_tokens] int64 -> what enters the first layer, [num_tokens, hidden_size]; drafters share it."""
+    def embed(self, input_ids: torch.Tensor, beside: torch.Tensor | None = None) -> torch.Tensor:
+        """[num_tokens] int64 -> what enters the first layer, [num_tokens, hidden_size]; drafters share it, and have
+        rows of their own, [num_tokens, width], put behind it: [num_tokens, hidden_size + width]."""
 
     @abstractmethod
     def forward(

@@ -12,12 +12,16 @@ import torch
 from torch import nn
 
 from engine.errors import CheckpointError
+from engine.kernels.cluster_logits import cluster_logits, first_of_clusters
+from engine.kernels.nearest_clusters import nearest_clusters
 from engine.layers.embedding import TokenEmbedding
 from engine.layers.linear import Linear
 
 
 class CentroidHead(nn.Module):
     """Chooses among the rows of `head`, which stays in the order of the vocabulary."""
+
+    token_ids: torch.Tensor  # [num_centroids, tokens of a cluster] int64
 
     def __init__(
         self,
@@ -47,19 +51,19 @@ class CentroidHead(nn.Module):
         self._head = (head,)  # in a tuple: it belongs to the model
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """hidden: [n, hidden_size]. Returns the candidates' logits [n, m], float32 or float64, and ids [n, m] int64."""
-        clusters = self.centroids(hidden).topk(self._num_chosen, dim=-1).indices
-        table = self.token_ids
-        assert isinstance(table, torch.Tensor)
-        token_ids = table[clusters].flatten(1)
-        rows = self._head[0].weight[token_ids]  # [n, m, hidden_size]
-        logits = torch.matmul(rows, hidden[:, :, None]).squeeze(-1)
-        return logits.to(torch.promote_types(logits.dtype, torch.float32)), token_ids
+        """hidden: [n, hidden_size]. Returns the candidates' logits [n, m], of its dtype, and ids [n, m] int64."""
+        return cluster_logits(hidden, self._head[0].weight, self.token_ids, self._nearest(hidden))
+
+    def first_tokens(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, hidden_size] -> the candidates with the largest logit, [n] int64; -1 where logits are unusable."""
+        return first_of_clusters(hidden, self._head[0].weight, self.token_ids, self._nearest(hidden))
+
+    def _nearest(self, hidden: torch.Tensor) -> torch.Tensor:
+        return nearest_clusters(self.centroids(hidden), self._num_chosen)
 
     def set_ordering(self, name: str, ordering: torch.Tensor) -> None:
         """ordering: [vocab_size], the token ids cluster by cluster. Raises CheckpointError unless each occurs once."""
         table = self.token_ids
-        assert isinstance(table, torch.Tensor)
         is_permutation = ordering.numel() == table.numel() and torch.equal(
             ordering.flatten().to(torch.int64).sort().values.cpu(),  # sync: at start-up
             torch.arange(table.numel()),

@@ -66,7 +66,7 @@ class EagleDraftModel(nn.Module):
         attention: AttentionContext,
     ) -> torch.Tensor:
         """input_ids, positions: [num_tokens] int64; hidden_states: [num_tokens, hidden_size]; returns the same."""
-        x: torch.Tensor = self.fc(torch.cat((self._embed[0](input_ids), hidden_states), dim=-1))
+        x: torch.Tensor = self.fc(self._embed[0](input_ids, hidden_states))
         rotation = self.rotary(positions)
         for layer in self.layers:
             x = layer(x, rotation, attention)

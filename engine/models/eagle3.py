@@ -1,5 +1,6 @@
 """The EAGLE-3 draft head (Li et al. 2025, arXiv:2503.01840): inputs of three target layers, fused once per target
-row; a first layer that reads [embedding, hidden] at twice the width; a draft vocabulary with its own head.
+row; a first layer that reads [embedding, hidden] at twice the width; a draft vocabulary with its own head, or, if the
+config says `shares_target_head`, with the target's rows of these tokens.
 
 Tensor names: `midlayer.` (first releases) or `layers.0.`; `d2t` holds offsets: target id = draft id + d2t[draft id].
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch import nn
 
 from engine.attention.backend import AttentionContext
 from engine.errors import CheckpointError
+from engine.kernels.norm_pairs import norm_pairs
 from engine.kv_spec import KVGroupSpec
 from engine.layers.embedding import TokenEmbedding
 from engine.layers.linear import Linear
@@ -26,6 +29,7 @@ from engine.models.eagle import check_fits_target, llama_kv_group
 from engine.models.llama import DecoderLayer, SelfAttention
 from engine.models.weights import load_strict
 
+_LARGE = 1024.0  # a power of two: a linear head multiplies by it exactly, a cap shows
 IGNORED_TENSORS = ("t2d", "embed_tokens.weight")  # t2d serves training; the embedding is the target's
 
 
@@ -49,9 +53,9 @@ class FirstEagle3Layer(DecoderLayer):
         self, embedding: torch.Tensor, hidden: torch.Tensor, rotation: Rotation, context: AttentionContext
     ) -> torch.Tensor:
         """embedding, hidden: [num_tokens, hidden_size]; returns the same shape."""
-        normed = self.hidden_norm(hidden)
-        residual = normed if self._norm_before_residual else hidden
-        pair = torch.cat((self.attention_norm(embedding), normed), dim=-1)
+        norm = self.attention_norm
+        pair = norm_pairs(embedding, norm.weight, hidden, self.hidden_norm.weight, norm.form)
+        residual = pair[:, hidden.shape[-1] :].contiguous() if self._norm_before_residual else hidden
         return self.after_attention(residual, self.attention.attend(pair, rotation, context))
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -88,7 +92,8 @@ class Eagle3DraftModel(nn.Module):
         draft_vocab_size = int(config.get("draft_vocab_size") or self.config.vocab_size)
         self.head = TokenEmbedding(draft_vocab_size, hidden_size, dtype=dtype, device=device)
         self.register_buffer("target_ids", torch.arange(draft_vocab_size, device=device), persistent=False)
-        self._embed = (target.embed,)  # in a tuple: the target is no part of this module
+        self._target = (target,)  # in a tuple: it is no part of this module
+        self._has_own_head = not config.get("shares_target_head", False)
 
     def kv_group(self, name: str) -> KVGroupSpec:
         return llama_kv_group(name, self.config, self.dtype)
@@ -109,7 +114,7 @@ class Eagle3DraftModel(nn.Module):
         rotation = self.rotary(positions)
         first = self.layers[0]
         assert isinstance(first, FirstEagle3Layer)
-        x = first.forward_pair(self._embed[0](input_ids), hidden_states, rotation, attention)
+        x = first.forward_pair(self._target[0].embed(input_ids), hidden_states, rotation, attention)
         for layer in list(self.layers)[1:]:
             x = layer(x, rotation, attention)
         return self.norm(x), x
@@ -123,7 +128,9 @@ class Eagle3DraftModel(nn.Module):
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Raises CheckpointError for missing, unknown or misshapen tensors, and ids outside the target."""
-        load_strict(type(self).__name__, dict(self._checkpoint_tensors()), self._without_map(weights))
+        own = self._without_map(weights)
+        every = own if self._has_own_head else chain(own, self._shared_head())
+        load_strict(type(self).__name__, dict(self._checkpoint_tensors()), every)
 
     def _without_map(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, weight in weights:
@@ -131,6 +138,19 @@ class Eagle3DraftModel(nn.Module):
                 self._set_target_ids(weight)
             elif name not in IGNORED_TENSORS:
                 yield name.replace("midlayer.", "layers.0."), weight
+
+    def _shared_head(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The target's rows of the tokens that can be drafted, whatever it calls them: a head is linear, its logits of
+        unit vectors are its columns. Comes behind all other tensors: then it is known which tokens these are."""
+        target, target_ids = self._target[0], self.target_ids
+        assert isinstance(target_ids, torch.Tensor)
+        units = torch.eye(target.hidden_size, dtype=self.dtype, device=target_ids.device)
+        columns = target.compute_logits(units)
+        if not torch.equal(target.compute_logits(_LARGE * units[:1]), _LARGE * columns[:1]):
+            raise CheckpointError(
+                "shares_target_head: got a target whose logits are capped, expected a linear head"
+            )
+        yield "lm_head.weight", columns[:, target_ids].T
 
     def _set_target_ids(self, offsets: torch.Tensor) -> None:
         own_ids = self.target_ids

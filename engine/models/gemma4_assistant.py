@@ -19,7 +19,7 @@ from engine.kv_spec import KVGroupSpec
 from engine.layers.embedding import TokenEmbedding
 from engine.layers.linear import Linear
 from engine.layers.norm import GemmaRMSNorm
-from engine.layers.rotary import RotaryEmbedding
+from engine.layers.rotary import RotaryEmbedding, Rotation
 from engine.models.base import CausalLM
 from engine.models.centroid_head import CentroidHead
 from engine.models.decoder_config import flag, positive_int
@@ -71,22 +71,29 @@ class Gemma4AssistantModel(nn.Module):
     def forward(
         self,
         input_ids: torch.Tensor,
-        positions: torch.Tensor,
         hidden_states: torch.Tensor,
+        rotations: Mapping[str, Rotation],
         attention: AttentionContext,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """input_ids, positions: [num_tokens] int64; hidden_states: [num_tokens, the target's hidden_size].
-
-        Returns (normed for the head [num_tokens, hidden_size], fed back [num_tokens, the target's hidden_size]).
+    ) -> torch.Tensor:
+        """input_ids: [num_tokens] int64; hidden_states: [num_tokens, the target's hidden_size], of the target or what
+        `feed_back` gives; rotations: by layer type. Returns [num_tokens, hidden_size], normed for the head.
         """
-        x = self.pre_projection(torch.cat((self._embed[0](input_ids), hidden_states), dim=-1))
-        rotations = {kind: rotary(positions) for kind, rotary in self.rotary.items()}
+        x = self.pre_projection(self._embed[0](input_ids, hidden_states))
         layers = cast("list[GemmaDecoderLayer]", list(self.layers))
         norms = [*(layer.input_norm for layer in layers), self.norm]
-        normed = norms[0](x)
+        normed: torch.Tensor = norms[0](x)
         for layer, next_norm in zip(layers, norms[1:], strict=True):
             x, normed = layer(x, normed, rotations[layer.layer_type], attention, next_norm=next_norm)
-        return normed, self.post_projection(normed)
+        return normed
+
+    def rotations(self, positions: torch.Tensor) -> dict[str, Rotation]:
+        """positions: [num_tokens] int64."""
+        return {kind: rotary(positions) for kind, rotary in self.rotary.items()}
+
+    def feed_back(self, normed: torch.Tensor) -> torch.Tensor:
+        """What `forward` returned, [num_tokens, hidden_size] -> in the target's place, [num_tokens, the target's]."""
+        output: torch.Tensor = self.post_projection(normed)
+        return output
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Raises CheckpointError for missing, unknown or misshapen tensors."""

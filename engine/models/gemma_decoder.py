@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from engine.attention.backend import AttentionContext
+from engine.kernels.layer_inputs import layer_inputs
 from engine.kernels.softcap import softcap
 from engine.kv_spec import KVGroupSpec
 from engine.layers.embedding import TokenEmbedding
@@ -36,11 +37,10 @@ class PerLayerEmbedding(nn.Module):
         super().__init__()
         assert config.per_layer_input is not None
         num_layers, size = len(config.layers), config.per_layer_input.size
-        self._shape = (num_layers, size)
-        self._vocab_size = config.per_layer_input.vocab_size
+        vocab_size = config.per_layer_input.vocab_size
         self._context_scale = config.hidden_size**-0.5
         self.table = TokenEmbedding(
-            self._vocab_size, num_layers * size, scale=math.sqrt(size), dtype=dtype, device=device
+            vocab_size, num_layers * size, scale=math.sqrt(size), dtype=dtype, device=device
         )
         parts = [("per_layer_model_projection", num_layers * size)]
         self.projection = Linear(config.hidden_size, parts, bias=False, dtype=dtype, device=device)
@@ -52,11 +52,15 @@ class PerLayerEmbedding(nn.Module):
         """input_ids: [num_tokens] int64; embeddings: [num_tokens, hidden_size], scaled. Returns [num_tokens,
         num_layers, size].
         """
-        known_ids = torch.where(input_ids < self._vocab_size, input_ids, 0)
-        of_token = self.table(known_ids).unflatten(-1, self._shape)
-        of_context = self.norm((self.projection(embeddings) * self._context_scale).unflatten(-1, self._shape))
-        mixed: torch.Tensor = (of_context + of_token) * 2**-0.5
-        return mixed
+        return layer_inputs(
+            input_ids,
+            self.projection(embeddings),
+            self.table.weight,
+            self.norm.weight,
+            self.norm.form,
+            context_scale=self._context_scale,
+            table_scale=self.table.scale,
+        )
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.table.checkpoint_tensors(f"{prefix}embed_tokens_per_layer")
@@ -142,8 +146,8 @@ class GemmaDecoder(CausalLM):
         own = {index: layer for index, layer in enumerate(self.config.layers) if layer.kv_source == index}
         return {layer.layer_type: index for index, layer in own.items()}
 
-    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.embedding(input_ids)
+    def embed(self, input_ids: torch.Tensor, beside: torch.Tensor | None = None) -> torch.Tensor:
+        output: torch.Tensor = self.embedding(input_ids, beside)
         return output
 
     def forward(

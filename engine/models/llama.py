@@ -21,6 +21,7 @@ from engine.layers.linear import Linear
 from engine.layers.mlp import GatedMLP
 from engine.layers.norm import RMSNorm
 from engine.layers.rotary import RotaryEmbedding, Rotation
+from engine.layers.unnormed import Rows
 from engine.models.base import CausalLM
 from engine.models.decoder_config import DecoderConfig
 from engine.models.weights import load_strict
@@ -53,7 +54,7 @@ class SelfAttention(nn.Module):
             layer_index, layout, head_size=config.head_size, scale=config.head_size**-0.5
         )
 
-    def attend(self, x: torch.Tensor, rotation: Rotation, context: AttentionContext) -> torch.Tensor:
+    def attend(self, x: Rows, rotation: Rotation, context: AttentionContext) -> torch.Tensor:
         """x: [num_tokens, hidden_size]. Returns what `output` is applied to: [num_tokens, num_heads * head_size]."""
         attended: torch.Tensor = self.attention(self.qkv(x), rotation, context)
         return attended
@@ -83,7 +84,9 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: torch.Tensor, rotation: Rotation, context: AttentionContext) -> torch.Tensor:
         """x: [num_tokens, hidden_size]; returns the same shape."""
-        return self.after_attention(x, self.attention.attend(self.attention_norm(x), rotation, context))
+        return self.after_attention(
+            x, self.attention.attend(self.attention_norm.pending(x), rotation, context)
+        )
 
     def after_attention(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """The rest of the layer. residual: [num_tokens, hidden_size]; returns the same shape."""
@@ -138,8 +141,8 @@ class LlamaForCausalLM(CausalLM):
             )
         ]
 
-    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.embedding(input_ids)
+    def embed(self, input_ids: torch.Tensor, beside: torch.Tensor | None = None) -> torch.Tensor:
+        output: torch.Tensor = self.embedding(input_ids, beside)
         return output
 
     def forward(

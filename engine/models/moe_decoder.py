@@ -23,6 +23,7 @@ from engine.layers.mlp import GatedMLP
 from engine.layers.moe import RoutedExperts
 from engine.layers.norm import RMSNorm
 from engine.layers.rotary import RotaryEmbedding, Rotation
+from engine.layers.unnormed import Rows, normed
 from engine.models.base import CausalLM
 from engine.models.llama import SelfAttention
 from engine.models.moe_config import MoEConfig
@@ -53,8 +54,9 @@ class SharedAndRoutedExperts(nn.Module):
         if config.shared_size:
             self.shared = GatedMLP(hidden_size, config.shared_size, bias=False, dtype=dtype, device=device)
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def add_to(self, residual: torch.Tensor, x: Rows) -> torch.Tensor:
         """residual + the output, [num_tokens, hidden_size]."""
+        x = normed(x)
         expert_ids, weights = self.router(x)
         output: torch.Tensor = self.routed(x, expert_ids, weights)
         return residual + (output if self.shared is None else self.shared.add_to(output, x))
@@ -160,8 +162,8 @@ class MoEDecoder(CausalLM):
     def kv_groups(self) -> list[KVGroupSpec]:
         return [self.kv_group("full", self.num_layers)]
 
-    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.embedding(input_ids)
+    def embed(self, input_ids: torch.Tensor, beside: torch.Tensor | None = None) -> torch.Tensor:
+        output: torch.Tensor = self.embedding(input_ids, beside)
         return output
 
     def forward(

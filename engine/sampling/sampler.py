@@ -38,7 +38,7 @@ class SampleBatch:
 
 @dataclass(frozen=True)
 class SampleResult:
-    token_ids: torch.Tensor  # [n] int64; 0 in bad rows
+    token_ids: torch.Tensor  # [n] int64; `bad_id` in bad rows
     is_bad: torch.Tensor  # [n] bool; NaN or +inf in the raw logits, or no token is left
     probs: torch.Tensor | None = None
     """[n, vocab_size] float32 or float64, if asked: what the tokens were drawn from. Greedy rows are one-hot;
@@ -55,6 +55,7 @@ class Sampler:
         *,
         stream: int = TARGET_STREAM,
         needs_probs: bool = False,
+        bad_id: int = 0,
     ) -> SampleResult:
         """logits: [n, vocab_size] float; not changed. `stream`: of the keyed noise. No host sync."""
         features = batch.features
@@ -65,12 +66,12 @@ class Sampler:
             _restrict_(processed, batch)
             _penalize_(processed, batch)
         if has_draw_kernels(processed) and not needs_probs:
-            result = _draw_by_kernels(processed, batch, stream)
+            result = _draw_by_kernels(processed, batch, stream, bad_id=bad_id)
         else:
-            result = draw_by_definition(_reals(processed), batch, stream, needs_probs)
+            result = draw_by_definition(_reals(processed), batch, stream, needs_probs, bad_id=bad_id)
         if features.changes_logits:  # which may have hidden what was wrong
             is_bad = result.is_bad | ~logits.amax(dim=-1).isfinite()
-            return SampleResult(result.token_ids.masked_fill(is_bad, 0), is_bad, result.probs)
+            return SampleResult(result.token_ids.masked_fill(is_bad, bad_id), is_bad, result.probs)
         return result
 
     def sample_among(
@@ -80,13 +81,14 @@ class Sampler:
         batch: SampleBatch,
         *,
         stream: int = TARGET_STREAM,
+        bad_id: int = 0,
     ) -> SampleResult:
         """The same where all other tokens have no probability. logits: [n, m] float, candidate_ids: [n, m] int64,
         distinct in a row. For batches whose features change no logits.
         """
         assert not batch.features.changes_logits, "biases and penalties are by token id"
         if has_draw_kernels(logits):
-            return _draw_by_kernels(logits, batch, stream, candidate_ids)
+            return _draw_by_kernels(logits, batch, stream, candidate_ids, bad_id=bad_id)
         logits = _reals(logits)
         largest = logits.amax(dim=-1)
         token_ids = _lowest_best(logits, candidate_ids, batch.states.vocab_size)
@@ -98,11 +100,16 @@ class Sampler:
             drawn = _draw(values, own_ids, group, batch, stream)
             group.rows.put_(token_ids, _unless_greedy(drawn, token_ids, group, batch))
         is_bad = ~largest.isfinite()
-        return SampleResult(token_ids.masked_fill(is_bad, 0), is_bad)
+        return SampleResult(token_ids.masked_fill(is_bad, bad_id), is_bad)
 
 
 def _draw_by_kernels(
-    logits: torch.Tensor, batch: SampleBatch, stream: int, candidate_ids: torch.Tensor | None = None
+    logits: torch.Tensor,
+    batch: SampleBatch,
+    stream: int,
+    candidate_ids: torch.Tensor | None = None,
+    *,
+    bad_id: int,
 ) -> SampleResult:
     token_ids, is_bad = draw_tokens(
         logits,
@@ -114,12 +121,18 @@ def _draw_by_kernels(
         truncates=batch.features.kind == "truncated",
         candidate_ids=candidate_ids,
         stream=stream,
+        bad_id=bad_id,
     )
     return SampleResult(token_ids, is_bad)
 
 
 def draw_by_definition(
-    logits: torch.Tensor, batch: SampleBatch, stream: int = TARGET_STREAM, needs_probs: bool = False
+    logits: torch.Tensor,
+    batch: SampleBatch,
+    stream: int = TARGET_STREAM,
+    needs_probs: bool = False,
+    *,
+    bad_id: int = 0,
 ) -> SampleResult:
     """By torch operations: on CPUs, in float64, and where distributions are wanted. logits: float32 or float64."""
     largest, token_ids = largest_logit(logits)
@@ -132,7 +145,7 @@ def draw_by_definition(
             group.rows.put_(probs, _unless_greedy(drawn_from, probs, group, batch))
         drawn = _draw(values, candidates, group, batch, stream)
         group.rows.put_(token_ids, _unless_greedy(drawn, token_ids, group, batch))
-    return SampleResult(token_ids.masked_fill(is_bad, 0), is_bad, probs)
+    return SampleResult(token_ids.masked_fill(is_bad, bad_id), is_bad, probs)
 
 
 def _reals(logits: torch.Tensor, *, copy: bool = False) -> torch.Tensor:

@@ -6,7 +6,7 @@ are only meaningful in rows whose request uses them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -14,7 +14,14 @@ import torch
 from engine.device import to_device
 from engine.kernels.truncation import RowTables
 from engine.params import MAX_BAD_WORD_TOKENS, SamplingParams
-from engine.sampling.features import BatchFeatures, RowTraits, SamplingKind, batch_features, row_traits
+from engine.sampling.features import (
+    BatchFeatures,
+    RowTraits,
+    SamplingKind,
+    batch_features,
+    most_general,
+    row_traits,
+)
 from engine.sampling.row_table import RowTable
 from engine.step import NewRow
 
@@ -29,6 +36,7 @@ class SamplingStates:
         self.device = device
         self._max_num_rows = max_num_rows
         self._traits: dict[int, RowTraits] = {}
+        self._whole_step_kinds: dict[int, SamplingKind | None] = {}  # None: no whole step draws for the row
 
         # One copy per row and table; the names are views of the columns.
         self._integers = torch.zeros(max_num_rows, 2, dtype=torch.int64, device=device)
@@ -59,6 +67,8 @@ class SamplingStates:
         row, params = new.row, new.params
         traits = row_traits(params, self.vocab_size)
         self._traits[row] = traits
+        has_own_way = traits.changes_logits or traits.num_logprobs is not None
+        self._whole_step_kinds[row] = None if has_own_way else traits.kind
         integers = np.array([params.seed, params.top_k], dtype=np.int64)
         reals = np.array(
             [
@@ -92,8 +102,13 @@ class SamplingStates:
         traits = self._traits[row]
         return None if traits.changes_logits else traits.kind
 
-    def wants_logprobs(self, row: int) -> bool:
-        return self._traits[row].num_logprobs is not None
+    def common_kind(self, rows: Iterable[int]) -> SamplingKind | None:
+        """The simplest kind by which a step can draw for all of them; None: one of them wants log probabilities, or
+        draws out of logits that have to be changed first.
+        """
+        kinds = {self._whole_step_kinds[row] for row in rows}
+        known = [kind for kind in kinds if kind is not None]
+        return most_general(known) if len(known) == len(kinds) else None
 
     def _set_allowed_ids(self, row: int, token_ids: Sequence[int]) -> None:
         if self.allowed_ids is None:

@@ -88,6 +88,10 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         hidden_states: [num_tokens, hidden_size], of the target or fed back; without a meaning, and of any length, for
         a model that catches up by tokens."""
 
+    def feed_back(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What a draft step starts from, out of what the one before returned for that: [num_reqs, ...] each."""
+        return hidden
+
     @abstractmethod
     def sample_draft(
         self, hidden: torch.Tensor, inputs: ProposalInputs, positions: torch.Tensor
@@ -157,6 +161,7 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         while len(drafts) < k:
             if drafts:
                 token_ids, positions = record_draft(history, rows, positions, drafts[-1])
+                state = DraftState(state.for_logits, self.feed_back(state.feedback))
             if drafts or not self._starts_with_draft:
                 if attention is None or self.advance_draft_positions:
                     attention = self._decode_attention(inputs, drawn_at, len(drafts))

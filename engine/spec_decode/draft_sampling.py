@@ -19,6 +19,12 @@ class DraftSampler:
     def __init__(self) -> None:
         self._sampler = Sampler()
 
+    def takes_largest(self, inputs: ProposalInputs) -> bool:
+        """Is each draft the token with the largest logit, of equal logits the lowest id?"""
+        features = inputs.features
+        is_plain = not features.changes_logits and inputs.draft_distributions is None
+        return features.kind == "greedy" and is_plain
+
     def draw(self, logits: torch.Tensor, inputs: ProposalInputs, positions: torch.Tensor) -> torch.Tensor:
         """logits: [num_reqs, vocab_size] float; positions: [num_reqs] int64, of the drafts. Returns [num_reqs] int64;
         -1 where the logits are unusable, which ends the request's drafts of this step."""
@@ -28,12 +34,13 @@ class DraftSampler:
             _sample_batch(inputs, positions),
             stream=TARGET_STREAM if distributions is None else DRAFT_STREAM,
             needs_probs=distributions is not None,
+            bad_id=-1,
         )
         if distributions is not None:
             assert sampled.probs is not None
             steps = positions - inputs.request_rows.num_tokens[inputs.rows]
             distributions.record(inputs.rows, steps, sampled.probs)
-        return torch.where(sampled.is_bad, -1, sampled.token_ids)
+        return sampled.token_ids
 
     def draw_among(
         self, logits: torch.Tensor, token_ids: torch.Tensor, inputs: ProposalInputs, positions: torch.Tensor
@@ -45,8 +52,9 @@ class DraftSampler:
         if inputs.features.changes_logits or inputs.draft_distributions is not None:
             spread = logits.new_full((len(logits), inputs.states.vocab_size), float("-inf"))
             return self.draw(spread.scatter_(1, token_ids, logits), inputs, positions)
-        sampled = self._sampler.sample_among(logits, token_ids, _sample_batch(inputs, positions))
-        return torch.where(sampled.is_bad, -1, sampled.token_ids)
+        return self._sampler.sample_among(
+            logits, token_ids, _sample_batch(inputs, positions), bad_id=-1
+        ).token_ids
 
 
 def _sample_batch(inputs: ProposalInputs, positions: torch.Tensor) -> SampleBatch:

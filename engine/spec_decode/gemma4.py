@@ -7,6 +7,7 @@ drafts, and a rejected draft leaves nothing behind.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -16,6 +17,7 @@ import torch
 from engine.attention.backend import AttentionContext
 from engine.config import SpeculatorConfig
 from engine.errors import ConfigError
+from engine.layers.rotary import Rotation
 from engine.models.gemma4_assistant import Gemma4AssistantModel
 from engine.models.loader import LoadedModel, load_drafter
 from engine.spec_decode.autoregressive import AutoRegressiveSpeculator
@@ -63,15 +65,12 @@ class Gemma4Speculator(AutoRegressiveSpeculator):
         self._model = model
         self._policy = policy
         self._sampler = DraftSampler()
+        self._place: tuple[AttentionContext, Mapping[str, Rotation]] | None = None  # of the newest draft step
         self.max_context = model.config.max_position_embeddings
 
     @property
     def advance_draft_positions(self) -> bool:
         return False
-
-    @property
-    def model_returns_tuple(self) -> bool:
-        return True
 
     def bind(self, context: DraftContext) -> None:
         groups = [
@@ -88,16 +87,28 @@ class Gemma4Speculator(AutoRegressiveSpeculator):
         positions: torch.Tensor,
         hidden_states: torch.Tensor,
         attention: AttentionContext,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        offset = self._policy.rope_offset
-        rotary_positions = positions + offset if offset else positions
-        for_logits, feedback = self._model(input_ids, rotary_positions, hidden_states, attention)
-        return for_logits, feedback
+    ) -> torch.Tensor:
+        rotations = self._rotations(positions, attention)
+        output: torch.Tensor = self._model(input_ids, hidden_states, rotations, attention)
+        return output
+
+    def _rotations(self, positions: torch.Tensor, attention: AttentionContext) -> Mapping[str, Rotation]:
+        """Made once for all draft steps of a round: they stand at one place."""
+        if self._place is None or self._place[0] is not attention:
+            offset = self._policy.rope_offset
+            self._place = attention, self._model.rotations(positions + offset if offset else positions)
+        return self._place[1]
+
+    def feed_back(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._model.feed_back(hidden)
 
     def sample_draft(
         self, hidden: torch.Tensor, inputs: ProposalInputs, positions: torch.Tensor
     ) -> torch.Tensor:
-        if self._model.centroid_head is None:
+        sparse_head = self._model.centroid_head
+        if sparse_head is None:
             return self._sampler.draw(self._model.head.logits(hidden), inputs, positions)
-        logits, token_ids = self._model.centroid_head(hidden)
+        if self._sampler.takes_largest(inputs):
+            return sparse_head.first_tokens(hidden)
+        logits, token_ids = sparse_head(hidden)
         return self._sampler.draw_among(logits, token_ids, inputs, positions)

@@ -6,8 +6,8 @@ from typing import Literal
 
 import torch
 
-from engine.attention.registry import EXACT_ATTENTION_BACKENDS, attention_backend_name
-from engine.config import AUTO_NUMERICS, EngineConfig
+from engine.attention.registry import make_attention_backend
+from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.layers.exact import inexact_layers, make_exact
 from engine.models.loader import LoadedModel
@@ -15,8 +15,7 @@ from engine.models.loader import LoadedModel
 
 def set_numerics(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> Literal["exact", "fast"]:
     """Switch the target over if numerics are to be exact; what they are. Raises ConfigError where they cannot be."""
-    wanted = AUTO_NUMERICS if config.numerics == "auto" else config.numerics
-    if wanted == "fast":
+    if config.numerics == "fast":
         return "fast"
     obstacle = _obstacle(config, loaded, device)
     if obstacle is None:
@@ -33,14 +32,12 @@ def set_numerics(config: EngineConfig, loaded: LoadedModel, device: torch.device
 
 def _obstacle(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> str | None:
     """What stands in the way of exact numerics."""
-    backend = attention_backend_name(config.attention_backend, device)
     if device.type != "cuda":
         return f"on {device}, expected a CUDA device"
     if loaded.dtype not in (torch.bfloat16, torch.float16):
         return f"with {loaded.dtype}, expected bfloat16 or float16"
-    if backend not in EXACT_ATTENTION_BACKENDS.names():
-        known = ", ".join(EXACT_ATTENTION_BACKENDS.names())
-        return f"with the attention backend {backend!r}, expected one of {known}"
+    if not make_attention_backend(config.attention_backend, device).is_exact:
+        return f"with the attention backend {config.attention_backend!r}, expected 'triton'"
     if layers := inexact_layers(loaded.model):
         return f"for {loaded.architecture}, expected a model without {', '.join(layers)}"
     return None

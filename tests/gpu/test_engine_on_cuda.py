@@ -144,11 +144,12 @@ def test_graphs_do_not_change_the_tokens(
     settings: dict[str, Any] = {"method": method, "max_prefill_chunk": 16}
     expected = run(make_core(checkpoint, graphs="none", depth=1, **settings), **params)
     core = make_core(checkpoint, graphs="full", max_num_seqs=num_seqs, **settings)
-    assert run(core, **params) == expected
-    capture_all(core)
+    for _ in range(2):  # in the second run, `suffix` knows the texts of the first, and asks for other graphs
+        assert run(core, **params) == expected
+        capture_all(core)
     replayed = count_replays(monkeypatch)  # of one run: with 8 rows it has one step beside prompt chunks
     assert run(core, **params) == expected
-    assert replayed["StepGraphs"] > 8
+    assert replayed["StepGraphs"] > (3 if method == "suffix" else 8)  # of five tokens each
     assert replayed["TargetGraphManager"] >= 1
     if method == "draft_model":
         assert replayed["PrefillSpeculatorCudaGraphManager"] >= 1

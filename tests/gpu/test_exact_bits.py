@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from benchmarks.geometries import GEOMETRIES, with_layers
-from engine.attention.exact_backend import ExactAttentionBackend
+from engine.attention.triton_backend import TritonAttentionBackend
 from engine.config import ModelConfig
 from engine.kernels.skinny_linear import skinny_linear
 from engine.layers.exact import make_exact
 from engine.layers.exact_products import ExactProducts
 from engine.layers.linear import Linear
 from engine.layers.norm import RMSNorm
+from engine.layers.unnormed import normed
 from engine.models.base import CausalLM
 from engine.models.loader import load_model
 from tests.support.paged_forward import PagedForward
@@ -97,10 +98,20 @@ def test_products_with_what_follows_them() -> None:
     assert_rows_are_independent(lambda rows: gated.gated(x[rows], "gelu_tanh"), 600)
     assert_rows_are_independent(lambda rows: narrow.activated(x[rows], "gelu_tanh", factors[rows]), 600)
     assert_rows_are_independent(lambda rows: plain.add_to(residual[rows], x[rows]), 600)
-    for index in range(2):  # the sum and its norm
-        assert_rows_are_independent(
-            lambda rows, index=index: norm.after(residual[rows], plain, x[rows])[index], 600
-        )
+    assert_rows_are_independent(lambda rows: norm.after(residual[rows], plain, x[rows])[0], 600)
+    assert_rows_are_independent(lambda rows: normed(norm.after(residual[rows], plain, x[rows])[1]), 600)
+
+
+@pytest.mark.parametrize("size", [64, 576, 896, 1024])
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_of_normed_rows(bias: bool, size: int) -> None:
+    """Normed in the product for few rows, before it for many."""
+    norm, x = RMSNorm(size, 1e-5, dtype=DTYPE, device=DEVICE), random(600, size)
+    norm.weight.copy_(random(size, seed=5))
+    layer = make_linear((512, size), bias=bias)
+    assert_rows_are_independent(lambda rows: layer(norm.pending(x[rows])), 600)
+    assert_rows_are_independent(lambda rows: layer.gated(norm.pending(x[rows]), "silu"), 600)
+    assert torch.equal(layer(norm.pending(x)), layer(norm(x)))
 
 
 def test_heads() -> None:
@@ -143,7 +154,7 @@ def test_logits_do_not_depend_on_chunks_and_neighbours(model: CausalLM) -> None:
             max_tokens=320,
             block_size=16,
             dtype=DTYPE,
-            backend=ExactAttentionBackend(),
+            backend=TritonAttentionBackend(),
             device=DEVICE,
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -14,13 +14,14 @@ from engine.kernels.add_normed import add_normed_reference, add_normed_triton
 from engine.kernels.attention_heads import HeadLayout, HeadNorm, split_heads, store_heads
 from engine.kernels.gated_activation import (
     ActivationName,
-    gated_activation_reference,
-    gated_activation_triton,
+    activate_times_reference,
+    activate_times_triton,
 )
 from engine.kernels.largest_logit import largest_logit_reference, largest_logit_triton
 from engine.kernels.ngram_lookup import ngram_lookup_reference, ngram_lookup_triton
 from engine.kernels.rms_norm import NormForm, add_rms_norm_triton, rms_norm_reference, rms_norm_triton
 from engine.kernels.rotary import rotate_reference, rotate_triton
+from engine.kernels.rotary_tables import rotary_tables_reference, rotary_tables_triton
 from engine.kernels.skinny_linear import choose_tiling, skinny_linear, skinny_linear_reference
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -78,20 +79,48 @@ def test_add_rms_norm(form: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("head_size", [16, 80, 256])
 def test_rotate(head_size: int, dtype: torch.dtype) -> None:
     fused = random(5, 7, head_size, dtype=dtype)
-    cosine, sine = random(5, 1, head_size, dtype=dtype, seed=1), random(5, 1, head_size, dtype=dtype, seed=2)
+    cosine, sine = (random(5, 1, head_size // 2, dtype=dtype, seed=seed) for seed in (1, 2))
     part = fused[:, 1:4]
     expected = rotate_reference(part, cosine, sine)
     assert_equal(rotate_triton(part, cosine, sine), expected)
+
+
+@pytest.mark.parametrize("num_heads", [1, 70])
+def test_rotate_of_one_and_of_many_heads(num_heads: int) -> None:
+    x = random(3, num_heads, 64, dtype=HALF)
+    cosine, sine = (random(3, 1, 32, dtype=HALF, seed=seed) for seed in (1, 2))
+    turned = rotate_triton(x, cosine, sine)
+    assert_equal(turned, rotate_reference(x, cosine, sine))
+    assert torch.equal(rotate_triton(x[1:2], cosine[1:2], sine[1:2])[0], turned[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [6, 64, 256])
+def test_rotary_tables(size: int, dtype: torch.dtype) -> None:
+    positions = torch.tensor([0, 1, 2, 77, 4095, 131_071, 262_143], device=DEVICE).repeat(3)[::3]
+    frequencies = 1e6 ** -torch.linspace(0, 1, size, device=DEVICE)
+    frequencies[-1] = 0.0  # a feature that does not turn
+    tables = rotary_tables_triton(positions, frequencies, 1.25, dtype)
+    expected = rotary_tables_reference(positions.cpu(), frequencies.cpu(), 1.25, dtype)
+    exact = (positions.cpu()[:, None, None].float() * frequencies.cpu()).double()  # the rounded angle
+    for table, reference, exactly in zip(tables, expected, (exact.cos(), exact.sin()), strict=True):
+        assert table.shape == (len(positions), 1, size)
+        tolerance = max(TOLERANCE[dtype], 4e-7)  # cosines are of float32 in every dtype
+        torch.testing.assert_close(table.cpu(), reference, rtol=0, atol=tolerance)
+        torch.testing.assert_close(table.cpu().double(), exactly * 1.25, rtol=0, atol=tolerance)
+    alone = rotary_tables_triton(positions[3:4], frequencies, 1.25, dtype)
+    assert all(torch.equal(one[0], table[3]) for one, table in zip(alone, tables, strict=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("size", [24, 1030])
 def test_gated_activation(size: int, activation: ActivationName, dtype: torch.dtype) -> None:
-    gate_up = random(3, 2 * size, dtype=dtype) * 4
-    gate_up[0, :3] = torch.tensor([-60.0, 0.0, 60.0], dtype=dtype)
-    expected = gated_activation_reference(gate_up, activation)
-    assert_equal(gated_activation_triton(gate_up, activation), expected)
+    gate, factor = (random(3, 2 * size, dtype=dtype) * 4).chunk(2, dim=-1)
+    gate[0, :3] = torch.tensor([-60.0, 0.0, 60.0], dtype=dtype)
+    expected = activate_times_reference(gate, factor, activation)
+    assert_equal(activate_times_triton(gate, factor, activation), expected)
+    assert_equal(activate_times_triton(gate, factor.contiguous(), activation), expected)
 
 
 # Sums of a few hundred products of about 1, rounded to half types; references sum in another order.
@@ -138,41 +167,66 @@ def test_a_row_of_a_skinny_product_does_not_depend_on_the_others(num_rows: int) 
         assert torch.equal(skinny_linear(x[row : row + 1], weight)[0], together[row])
 
 
+@dataclass(frozen=True)
+class HeadCase:
+    form: str | None
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    has_value: bool = True
+    head_size: int = 32
+    rotary_size: int = 32
+
+    def make(
+        self, num_tokens: int, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, HeadLayout, list[torch.Tensor]]:
+        """(heads, layout, [cosine, sine]). Behind the heads of a token there is another one, of NaN."""
+        norms = {
+            name: None if self.form is None else HeadNorm(weight, FORMS[self.form])
+            for name, weight in (
+                ("query_norm", random(self.head_size, dtype=dtype, seed=0)),
+                ("key_norm", random(self.head_size, dtype=dtype, seed=1)),
+            )
+        }
+        value_eps = 1e-6 if self.form == "gemma4" else None
+        layout = HeadLayout(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            has_value=self.has_value,
+            value_eps=value_eps,
+            **norms,
+        )
+        count = self.num_heads + self.num_kv_heads * (2 if self.has_value else 1)
+        fused = random(num_tokens, count + 1, self.head_size, dtype=dtype)
+        fused[:, count] = float("nan")
+        angles = random(num_tokens, 1, self.rotary_size // 2, dtype=torch.float64)
+        return fused[:, :count], layout, [angles.cos().to(dtype), angles.sin().to(dtype)]
+
+
+HEAD_CASES = {
+    "plain": HeadCase(None),
+    "partly rotated": HeadCase("llama", rotary_size=16),
+    "partly rotated, plain": HeadCase(None, rotary_size=16),
+    "partly rotated, normed values": HeadCase("gemma4", head_size=48, rotary_size=16),
+    "normed values": HeadCase("gemma4"),
+    "the raw key is the value": HeadCase("gemma3", num_kv_heads=1, has_value=False),
+    "no keys": HeadCase("gemma4", num_kv_heads=0, has_value=False),
+    "odd, one tile": HeadCase(None, num_heads=9, num_kv_heads=3, head_size=64, rotary_size=64),
+    "odd, several tiles": HeadCase("gemma4", num_heads=9, num_kv_heads=3, head_size=256, rotary_size=256),
+    "a size between": HeadCase("llama", num_heads=5, num_kv_heads=1, head_size=80, rotary_size=80),
+    "wide": HeadCase("gemma3", num_heads=5, num_kv_heads=1, has_value=False, head_size=512, rotary_size=512),
+}
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    ("form", "num_kv_heads", "has_value", "rotary_size"),
-    [
-        (None, 2, True, 32),
-        ("llama", 2, True, 16),
-        ("gemma4", 2, True, 32),
-        ("gemma3", 1, False, 32),
-        ("gemma4", 0, False, 32),
-    ],
-)
-def test_store_heads(
-    form: str | None, num_kv_heads: int, has_value: bool, rotary_size: int, dtype: torch.dtype
-) -> None:
-    num_tokens, num_heads, head_size = 5, 4, 32
-    norms = {
-        name: None if form is None else HeadNorm(random(head_size, dtype=dtype, seed=seed), FORMS[form])
-        for seed, name in enumerate(("query_norm", "key_norm"))
-    }
-    layout = HeadLayout(
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        has_value=has_value,
-        value_eps=1e-6 if form == "gemma4" else None,
-        **norms,
-    )
-    count = num_heads + num_kv_heads * (2 if has_value else 1)
-    heads = random(num_tokens, count + 1, head_size, dtype=dtype)[:, :count]
-    angles = random(num_tokens, 1, rotary_size, dtype=torch.float64)
-    cosine, sine = angles.cos().to(dtype), angles.sin().to(dtype)
-    caches = [random(3, 4, max(num_kv_heads, 1), head_size, dtype=dtype, seed=seed) for seed in (7, 8)]
+@pytest.mark.parametrize("case", HEAD_CASES.values(), ids=HEAD_CASES)
+def test_store_heads(case: HeadCase, dtype: torch.dtype) -> None:
+    heads, layout, rotation = case.make(5, dtype)
+    cache_shape = 3, 4, max(case.num_kv_heads, 1), case.head_size
+    caches = [random(*cache_shape, dtype=dtype, seed=seed) for seed in (7, 8)]
     before = [cache.clone() for cache in caches]
     slots = torch.tensor([2, -1, 11, 4, 0], device=DEVICE)
-    query = store_heads(heads, layout, cosine, sine, caches[0], caches[1], slots)
-    expected, key, value = split_heads(heads.cpu(), _on_cpu(layout), cosine.cpu(), sine.cpu())
+    query = store_heads(heads, layout, *rotation, caches[0], caches[1], slots)
+    expected, key, value = split_heads(heads.cpu(), _on_cpu(layout), *(table.cpu() for table in rotation))
     assert_equal(query, expected.to(DEVICE))
     for cache, old, source in zip(caches, before, (key, value), strict=True):
         wanted = old.flatten(0, 1)
@@ -180,6 +234,35 @@ def test_store_heads(
             kept = slots >= 0
             wanted[slots[kept]] = source.to(DEVICE)[kept]
         assert_equal(cache.flatten(0, 1), wanted)
+
+
+@pytest.mark.parametrize("case", ["odd, one tile", "odd, several tiles", "partly rotated"])
+def test_heads_of_a_token_do_not_depend_on_the_other_tokens(case: str) -> None:
+    """Bit for bit, in steps of any size."""
+    most = 300
+    heads, layout, rotation = HEAD_CASES[case].make(most, HALF)
+    shape = most, 1, layout.num_kv_heads, heads.shape[-1]
+
+    def run(tokens: slice) -> list[torch.Tensor]:
+        caches = [torch.zeros(shape, dtype=HALF, device=DEVICE) for _ in range(2)]
+        slots = torch.arange(most, device=DEVICE)[tokens]
+        query = store_heads(heads[tokens], layout, *(table[tokens] for table in rotation), *caches, slots)
+        return [query, *(cache[tokens, 0] for cache in caches)]
+
+    together = run(slice(0, most))
+    for num_tokens in (1, 5, 16, 17):
+        tokens = slice(most - num_tokens, most)
+        for some, of_all in zip(run(tokens), together, strict=True):
+            assert torch.equal(some, of_all[tokens])
+
+
+def test_values_without_a_norm_are_stored_as_they_are() -> None:
+    heads, layout, rotation = HEAD_CASES["plain"].make(2, torch.float32)
+    heads[0, -2, [0, 1, 16]] = torch.tensor([3e38, -0.0, -0.0], device=DEVICE)
+    caches = [torch.zeros(2, 1, 2, 32, device=DEVICE) for _ in range(2)]
+    store_heads(heads, layout, *rotation, *caches, torch.arange(2, device=DEVICE))
+    stored = caches[1][:, 0]
+    assert torch.equal(stored.view(torch.int32), heads[:, -2:].contiguous().view(torch.int32))
 
 
 def _on_cpu(layout: HeadLayout) -> HeadLayout:

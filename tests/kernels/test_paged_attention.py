@@ -1,17 +1,26 @@
-"""The Triton kernels against their references: in the interpreter on CPU, compiled where there is a GPU.
+"""Paged attention against its definition in float64, and that a row's bits depend on the row alone.
 
-References run in float64 on the same inputs; outputs are poisoned with NaN beforehand where the caller owns them.
+In the interpreter on CPU, compiled where there is a GPU. What no row may read is NaN in the caches.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="triton is not installed on this platform")
 
+from engine.attention.registry import make_attention_backend
+from engine.config import ModelConfig
+from engine.kernels import paged_attention as paged_attention_module
+from engine.kernels.attention_form import Form, HeadShape, choose_form, segment_size
 from engine.kernels.kv_write import kv_write, kv_write_reference
 from engine.kernels.paged_attention import MAX_COUNTERS, paged_attention, paged_attention_reference
+from engine.models.loader import load_model
 from tests.support.attention_batches import (
     CASES,
     DEVICE,
@@ -21,18 +30,126 @@ from tests.support.attention_batches import (
     Case,
     relative_error,
 )
+from tests.support.paged_forward import PagedForward
+from tests.support.tiny_models import make_tiny_checkpoint
+
+WHOLE, SPLIT = Form(16, 0, 4, 2), Form(16, 1, 4, 1)
+FORMS = [Form(32, 0, 4, 2), Form(16, 2, 2, 2), Form(32, 1, 4, 2), Form(16, 4, 4, 2)]
+# The interpreter's products of tiles of other heights have another order.
+WIDE_FORMS = [Form(64, 0, 4, 2), Form(64, 0, 8, 2), Form(128, 0, 8, 2)] if DEVICE.type == "cuda" else []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_paged_attention_equals_the_definition(case: Case, dtype: torch.dtype) -> None:
+def test_it_equals_the_definition(case: Case, dtype: torch.dtype) -> None:
+    """As it is launched, in registers, and split: folded by a second kernel and in place, twice."""
     batch = AttentionBatch(case, dtype)
     expected = batch.expected(paged_attention_reference)
     counters = torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=DEVICE)
-    for own_counters in (None, counters, counters):  # merged by a second kernel, in place, and once more
-        actual = batch.by(paged_attention, counters=own_counters, segment=case.segment)
-        assert relative_error(actual, expected) < TOLERANCE[dtype]
+    for options in ({}, {"form": WHOLE}, {"form": SPLIT}, *[{"form": SPLIT, "counters": counters}] * 2):
+        assert relative_error(batch.by(paged_attention, **options), expected) < TOLERANCE[dtype]
     assert not counters.any()
+
+
+@pytest.mark.parametrize("form", [SPLIT, *FORMS, *WIDE_FORMS], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((1, 4, 2), (300, 33, 100), 9, 3, 64),
+        Case((5, 1), (150, 77), 4, 2, 256, window=70),
+        Case((3,), (90,), 8, 1, 512, window=40),
+        Case((60, 17, 1), (360, 17, 40), 4, 1, 128),
+        Case((41, 20), (341, 20), 4, 2, 64, window=150),
+    ],
+    ids=str,
+)
+def test_its_forms_have_the_same_bits(case: Case, form: Form) -> None:
+    if form.num_rows > 32 and case.head_size > 256:
+        pytest.skip("sums of so many rows do not fit into registers")
+    batch = AttentionBatch(case, HALF)
+    expected = batch.by(paged_attention, form=WHOLE)
+    counters = torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=DEVICE)
+    for actual in (
+        batch.by(paged_attention, form=form),
+        batch.by(paged_attention, form=form, counters=counters),
+    ):
+        if form.num_rows == WHOLE.num_rows or DEVICE.type == "cuda":
+            assert torch.equal(actual, expected)
+        assert relative_error(actual, expected) < TOLERANCE[HALF]
+    assert not counters.any()
+
+
+@pytest.mark.parametrize("form", [WHOLE, SPLIT, Form(64, 0, 4, 2)], ids=str)
+def test_no_form_is_compiled_with_fused_products(form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the compiler fuses a segment's scaled peak with the difference that it meets, where both are in one kernel:
+    one weight of some 100,000 is rounded in another way then.
+    """
+    launches: list[dict[str, Any]] = []
+
+    class Recorder:
+        def __getitem__(self, grid: object) -> Any:
+            return lambda *arguments, **options: launches.append(options)
+
+    for name in ("_paged_attention_kernel", "fold_segments_kernel"):
+        monkeypatch.setattr(paged_attention_module, name, Recorder())
+    AttentionBatch(Case((3, 1), (200, 90), 4, 2, 64), HALF).by(paged_attention, form=form)
+    assert len(launches) == 1 + bool(form.span)
+    assert not any(options["enable_fp_fusion"] for options in launches)
+
+
+def test_forms_by_the_work() -> None:
+    """Few requests split contexts, many do not; several rows of a verification share the reading of keys."""
+    shape = HeadShape(4, 128, 2)
+
+    def chosen(num_reqs: int, max_query_len: int, max_seq_len: int = 512) -> Form:
+        bounds = {"max_query_len": max_query_len, "max_seq_len": max_seq_len}
+        return choose_form(shape, torch.device("cpu"), num_reqs=num_reqs, num_kv_heads=8, **bounds)
+
+    assert chosen(1, 1) == chosen(1, 5) == chosen(64, 1, 8192) == Form(16, 1, 4, 1)
+    assert chosen(64, 1) == Form(16, 0, 4, 2, max_registers=128)
+    assert chosen(64, 5) == Form(32, 0, 4, 2)
+    assert chosen(1, 500) == Form(32, 0, 4, 2)  # nothing is known of the instructions for wider tiles there
+
+
+@pytest.mark.parametrize("head_size", [64, 256])
+@pytest.mark.parametrize("window", [None, 30])
+def test_a_row_does_not_depend_on_the_chunk_that_it_is_in(head_size: int, window: int | None) -> None:
+    """A chunk of all tokens, behind a neighbour, against single tokens and pieces of it."""
+    num_keys = segment_size(HeadShape(2, head_size, 2), DEVICE) + 40
+    whole = AttentionBatch(Case((3, num_keys), (50, num_keys), 4, 2, head_size, window=window), HALF)
+    whole.key_cache.nan_to_num_()
+    whole.value_cache.nan_to_num_()
+    expected = whole.by(paged_attention)[3:]
+    part = AttentionBatch(replace(whole.case, query_lens=(1,), seq_lens=(1,)), HALF)
+    part.key_cache, part.value_cache = whole.key_cache, whole.value_cache
+    part.block_table = whole.block_table[1:]
+    for start, end in ((0, 1), (37, 42), (num_keys - 1, num_keys), (num_keys - 33, num_keys)):
+        part.case = replace(whole.case, query_lens=(end - start,), seq_lens=(end,))
+        part.query = whole.query[3 + start : 3 + end].contiguous()
+        part.query_start_loc = torch.tensor([0, end - start], dtype=torch.int32, device=DEVICE)
+        part.seq_lens = torch.tensor([end], dtype=torch.int32, device=DEVICE)
+        part.positions = torch.arange(start, end, device=DEVICE)
+        assert torch.equal(part.by(paged_attention), expected[start:end])
+
+
+def test_a_model_with_windows_computes_by_it_what_it_does_by_operations_of_torch(tmp_path: Path) -> None:
+    checkpoint = make_tiny_checkpoint(tmp_path, "gemma3_text", dtype="float32")
+    model = load_model(ModelConfig(model=str(checkpoint), dtype="float32"), device=DEVICE).model
+    prompt = torch.randint(3, 300, (37,), generator=torch.Generator().manual_seed(0)).tolist()
+    logits = []
+    for name in ("torch", "triton"):
+        forward = PagedForward(
+            model,
+            num_requests=2,
+            max_tokens=48,
+            block_size=16,
+            dtype=torch.float32,
+            backend=make_attention_backend(name, DEVICE),
+            device=DEVICE,
+        )
+        steps = [[(0, prompt[:20]), (1, prompt[:3])], [(0, prompt[20:]), (1, prompt[3:4])]]
+        logits.append(torch.cat([rows for step in steps for rows in forward.step(step)]))
+    torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)
 
 
 def test_kv_write_stores_strided_tokens_and_skips_padding() -> None:

@@ -99,6 +99,7 @@ def by_kernels(
     kind: SamplingKind = "truncated",
     ids: torch.Tensor | None = None,
     first: int = 0,
+    bad_id: int = 0,
 ) -> tuple[list[int], list[bool]]:
     batch = make_batch(params, DEVICE, first)
     token_ids, is_bad = draw_tokens(
@@ -110,6 +111,7 @@ def by_kernels(
         draws=kind != "greedy",
         truncates=kind == "truncated",
         candidate_ids=None if ids is None else ids.to(DEVICE),
+        bad_id=bad_id,
     )
     return token_ids.tolist(), is_bad.tolist()
 
@@ -164,6 +166,25 @@ def test_ties_at_the_edge_go_to_the_lowest_ids() -> None:
     assert by_kernels(params, logits)[0] == by_definition(params, logits)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
+def test_of_equal_largest_logits_the_lowest_id_is_the_first_in_any_block_and_order(
+    dtype: torch.dtype,
+) -> None:
+    logits = random_logits(6, 1.0, dtype).clamp_(max=-1.0)
+    logits[0, [69, 70, 640, 699]] = 3.0  # of one block, and of several
+    logits[1, [VOCAB - 1, 66]] = torch.tensor([0.0, -0.0], dtype=dtype)  # equals
+    logits[2] = float("-inf")
+    logits[2, VOCAB - 1] = -7.0
+    logits[3] = torch.finfo(dtype).min
+    logits[4, VOCAB - 1] = 1e-45  # a half type has no such number: 0.0
+    expected = [69, 66, VOCAB - 1, 0, VOCAB - 1, logits[5].argmax().item()]
+    params = [GREEDY] * len(logits)
+    assert by_kernels(params, logits, "greedy") == (expected, [False] * len(logits))
+    order = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(9))
+    ids = order.expand(len(logits), -1)
+    assert by_kernels(params, logits[:, order], "greedy", ids=ids) == (expected, [False] * len(logits))
+
+
 def test_candidates_draw_as_a_row_without_the_other_tokens() -> None:
     params = [GREEDY, {}, {"min_p": 0.05}, {"top_k": 5}, {"top_k": 90, "top_p": 0.9}, {"top_p": 0.8}]
     generator = torch.Generator().manual_seed(5)
@@ -190,6 +211,7 @@ def test_unusable_rows_are_flagged_and_nothing_outside_of_rows_is_read(kind: Sam
     token_ids, is_bad = by_kernels(params, on_device, kind)
     assert is_bad == [True] * 3 * num_each + [False] * 2 * num_each
     assert token_ids == [0] * 3 * num_each + expected[3 * num_each :]
+    assert by_kernels(params, on_device, kind, bad_id=-1)[0] == [-1] * 3 * num_each + expected[3 * num_each :]
 
 
 def test_no_rows_draw_nothing() -> None:

@@ -45,7 +45,7 @@ class ScriptedTarget(CausalLM):
         )
         return [spec]
 
-    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+    def embed(self, input_ids: torch.Tensor, beside: torch.Tensor | None = None) -> torch.Tensor:
         raise AssertionError("no drafter shares an embedding with the scripted target")
 
     def forward(

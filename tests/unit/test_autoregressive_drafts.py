@@ -128,7 +128,7 @@ def test_after_preemption(workshop: Workshop, method: str, depth: int) -> None:
 def test_after_periods_without_drafts(workshop: Workshop, method: str, depth: int) -> None:
     """known-faults 24: k goes 3, 0, 3, 0: the drafter keeps up, and its acceptance is there at once."""
     watched = Watched(workshop, method, depth=depth, block_size=4)
-    policy: Any = watched.core._scheduler._planner._draft_policy
+    policy: Any = watched.core._scheduler._draft_policy
     inner, turns = policy.choose, count()
 
     def choose(request: Request, num_decoding: int) -> DraftChoice:

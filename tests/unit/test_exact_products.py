@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from engine.attention.registry import make_attention_backend
 from engine.config import engine_config
 from engine.errors import ConfigError
 from engine.kernels.skinny_linear import Tiling
@@ -140,8 +139,3 @@ def test_exact_numerics_need_a_device_that_has_them() -> None:
     with pytest.raises(ConfigError, match="numerics: got 'exact' on cpu, expected a CUDA device"):
         set_numerics(config, scripted_model(), CPU)
     assert set_numerics(engine_config(model={"model": "m"}), scripted_model(), CPU) == "fast"
-
-
-def test_exact_attention_backends_are_a_table_of_their_own() -> None:
-    with pytest.raises(ConfigError, match="with exact numerics: got 'torch', expected one of triton"):
-        make_attention_backend("torch", CPU, True)

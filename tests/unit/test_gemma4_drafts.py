@@ -203,7 +203,7 @@ def test_after_preemption(workshop: Workshop, policy: str) -> None:
 def test_after_periods_without_drafts(workshop: Workshop, policy: str) -> None:
     """k goes 4, 0, 4, 0: nothing has to be caught up with."""
     watched = Watched(workshop, policy, depth=2, block_size=4)
-    draft_policy: Any = watched.core._scheduler._planner._draft_policy
+    draft_policy: Any = watched.core._scheduler._draft_policy
     inner, turns = draft_policy.choose, count()
 
     def choose(request: Request, num_decoding: int) -> DraftChoice:
@@ -241,3 +241,31 @@ def test_every_draft_step_is_one_row_per_request(workshop: Workshop, policy: str
     assert min(position for _, position in steps if position > 0) == len(prompt) - 1
     for item in watched.rounds:
         assert steps[1, len(item.confirmed) - 2] >= len(item.drafts)
+
+
+@crossed
+def test_what_a_round_shares_is_made_once_and_nothing_is_fed_back_after_its_last_draft(
+    workshop: Workshop, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(workshop, policy)
+    speculator: Any = watched.speculator
+    model = speculator._model
+    counts: Counter[str] = Counter()
+
+    def count_calls(owner: Any, name: str) -> None:
+        inner = getattr(owner, name)
+
+        def counted(*args: Any) -> Any:
+            counts[name] += 1
+            return inner(*args)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    count_calls(speculator, "propose")
+    for name in ("rotations", "forward", "feed_back"):
+        count_calls(model, name)
+    watched.run([request("r", workshop.prompts[3], k=MAX_K, max_tokens=20, ignore_eos=True)])
+    rounds = counts["rotations"]
+    assert 1 < rounds <= counts["propose"]
+    assert counts["feed_back"] == counts["forward"] - rounds
+    assert counts["forward"] > 2 * rounds

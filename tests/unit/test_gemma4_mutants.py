@@ -71,10 +71,10 @@ def embedding_of_the_drafter(speculator: Speculator) -> None:
     model = speculator._model
     (target_embed,) = model._embed
 
-    def embed(token_ids: torch.Tensor) -> torch.Tensor:
+    def embed(token_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         width = target_embed(token_ids).shape[-1]
         own: torch.Tensor = model.head.weight[token_ids] * width**0.5
-        return F.pad(own, (0, width - own.shape[-1]))
+        return torch.cat((F.pad(own, (0, width - own.shape[-1])), hidden), dim=-1)
 
     model._embed = (embed,)
 
@@ -82,9 +82,8 @@ def embedding_of_the_drafter(speculator: Speculator) -> None:
 def unscaled_embedding(speculator: Speculator) -> None:
     model = speculator._model
     (target_embed,) = model._embed
-    model._embed = (
-        lambda token_ids: target_embed(token_ids) * model.post_projection.weight.shape[0] ** -0.5,
-    )
+    factor = model.post_projection.weight.shape[0] ** -0.5
+    model._embed = (lambda token_ids, hidden: torch.cat((target_embed(token_ids) * factor, hidden), dim=-1),)
 
 
 def hidden_before_embedding(speculator: Speculator) -> None:
@@ -95,26 +94,22 @@ def hidden_before_embedding(speculator: Speculator) -> None:
 def feedback_before_the_norm(speculator: Speculator) -> None:
     model, raw = speculator._model, []
     model.layers[-1].register_forward_hook(lambda module, args, output: raw.append(output[0]))
-    forward = speculator.draft_forward
-
-    def draft_forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        for_logits, _ = forward(*args)
-        return for_logits, model.post_projection(raw.pop())
-
-    speculator.draft_forward = draft_forward
+    speculator.feed_back = lambda hidden: model.post_projection(raw[-1])
 
 
 def hidden_of_the_target_in_every_step(speculator: Speculator) -> None:
     """The target's hidden state in every step: the drafter's own output is thrown away."""
-    forward = speculator.draft_forward
+    forward, given = speculator.draft_forward, []
 
     def draft_forward(
         ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, *rest: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        for_logits, _ = forward(ids, positions, hidden, *rest)
-        return for_logits, hidden
+    ) -> torch.Tensor:
+        given.append(hidden)
+        output: torch.Tensor = forward(ids, positions, hidden, *rest)
+        return output
 
     speculator.draft_forward = draft_forward
+    speculator.feed_back = lambda hidden: given[-1]
 
 
 MUTANTS: tuple[Callable[[Speculator], None], ...] = (

@@ -117,6 +117,22 @@ def test_a_draft_vocabulary_outside_the_target_is_refused(
         load(workshop, method="eagle3", model=model)
 
 
+def test_an_output_head_that_is_shared_must_be_linear(
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = edited_head(workshop, "eagle3", tmp_path, shares_target_head=True)
+    file = Path(model) / "model.safetensors"
+    weights = load_file(file)
+    del weights["lm_head.weight"]
+    save_file(weights, file)
+    load(workshop, method="eagle3", model=model)
+    target = workshop.loaded.model
+    linear = target.compute_logits
+    monkeypatch.setattr(target, "compute_logits", lambda hidden: torch.tanh(linear(hidden)))
+    with pytest.raises(CheckpointError, match="shares_target_head: got a target whose logits are capped"):
+        load(workshop, method="eagle3", model=model)
+
+
 def test_aux_layers_outside_the_target_are_refused(workshop: Workshop, tmp_path: Path) -> None:
     model = edited_head(workshop, "eagle3", tmp_path, eagle_aux_hidden_state_layer_ids=[0, 1, 3])
     with pytest.raises(

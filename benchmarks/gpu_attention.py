@@ -1,0 +1,128 @@
+"""Attention alone on a GPU, for `python -m benchmarks.gpu_kernels --attention`: as it is launched, or in every form."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from triton.runtime.errors import OutOfResources
+
+from engine.kernels.attention_form import Form, HeadShape, segment_size
+from engine.kernels.paged_attention import MAX_COUNTERS, paged_attention
+from engine.kernels.triton_support import next_power_of_2
+
+BYTES_IN_TURN = 400 << 20  # of keys and values, several times the L2 cache
+BLOCK_SIZE = 16
+HEADS = {  # query heads, KV heads, features, window
+    "smollm2-135m": (9, 3, 64, None),
+    "llama-3.1-8b": (32, 8, 128, None),
+    "gemma-4-e4b sliding": (8, 2, 256, 512),
+    "gemma-4-e4b full": (8, 2, 512, None),
+    "gemma-4-31b sliding": (32, 16, 256, 1024),
+    "gemma-4-31b full": (32, 4, 512, None),
+}
+STEPS = [(1, 300, 1), (64, 300, 1), (256, 300, 1), (1, 2000, 1), (64, 1000, 1), (1, 300, 5), (64, 300, 5)]
+PROMPTS = [(1, 4096, 4096), (64, 128, 128)]
+
+
+@dataclass(frozen=True)
+class Work:
+    """Every request has `context` keys and `query_len` new tokens."""
+
+    heads: str
+    batch: int
+    context: int
+    query_len: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Of keys and values."""
+        _, num_kv_heads, head_size, _ = HEADS[self.heads]
+        return 4 * self.batch * self.context * num_kv_heads * head_size
+
+
+class Inputs:
+    """Random ones, over more caches than the L2 cache holds."""
+
+    def __init__(self, work: Work, device: torch.device) -> None:
+        num_heads, num_kv_heads, head_size, self._window = HEADS[work.heads]
+        num_blocks = -(-work.context // BLOCK_SIZE) * work.batch
+        count = min(max(BYTES_IN_TURN // work.num_bytes, 4), 60)
+        shape = (2, num_blocks, BLOCK_SIZE, num_kv_heads, head_size)
+        options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
+        self.caches = [torch.randn(shape, **options) for _ in range(count)]
+        num_tokens = work.batch * work.query_len
+        self._query = torch.randn(num_tokens, num_heads, head_size, **options)
+        starts = torch.arange(0, num_tokens + 1, work.query_len, device=device, dtype=torch.int32)
+        self._where = (
+            torch.randperm(num_blocks, device=device).view(work.batch, -1).int(),
+            starts,
+            torch.full((work.batch,), work.context, device=device, dtype=torch.int32),
+            torch.arange(work.context - work.query_len, work.context, device=device).repeat(work.batch),
+        )
+        self._bounds: dict[str, Any] = {"max_query_len": work.query_len, "max_seq_len": work.context}
+        self._counters = torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=device)
+
+    def attend(
+        self, cache: torch.Tensor, form: Form | None = None, segment: int | None = None
+    ) -> torch.Tensor:
+        return paged_attention(
+            self._query,
+            cache[0],
+            cache[1],
+            *self._where,
+            scale=self._query.shape[-1] ** -0.5,
+            window=self._window,
+            counters=self._counters,
+            form=form,
+            segment=segment,
+            **self._bounds,
+        )
+
+
+def works(kinds: Collection[str] = tuple(HEADS)) -> list[Work]:
+    return [Work(heads, *shape) for heads in kinds for shape in (*STEPS, *PROMPTS)]
+
+
+def forms(work: Work) -> Iterator[tuple[Form, int]]:
+    """Forms and sizes of segments that may be worth trying."""
+    num_heads, num_kv_heads, head_size, _ = HEADS[work.heads]
+    usual = segment_size(HeadShape(num_heads // num_kv_heads, head_size, 2), torch.device("cuda", 0))
+    tile_rows = work.query_len * next_power_of_2(num_heads // num_kv_heads)
+    if work.query_len > 16:
+        choices = itertools.product((32, 64, 128), ((0, 2),), (4, 8), (usual // 2, usual, 2 * usual))
+    else:
+        row_counts = (16, 32) if tile_rows > 16 else (16,)
+        choices = itertools.product(row_counts, ((0, 2), (1, 1)), (2, 4, 8), (usual // 2, usual, 2 * usual))
+    for num_rows, (span, num_stages), num_warps, segment in choices:
+        num_words = num_rows * (2 * head_size + segment) // (32 * num_warps)  # of a thread, for its tiles
+        is_idle = num_rows * max(segment, head_size) < 512 * num_warps or num_words < 24
+        if num_words <= 260 and not is_idle:
+            yield Form(num_rows, span, num_warps, num_stages), segment
+
+
+def measure_attention(
+    work: Work, time_us: Callable[[Callable[[Any], Any], Sequence[Any]], float], *, tunes: bool
+) -> list[dict[str, Any]]:
+    """A row for the launch as it is chosen; `tunes`: and one for every other form, the fastest first."""
+    device = torch.device("cuda")
+    inputs = Inputs(work, device)
+
+    def measure(form: Form | None = None, segment: int | None = None) -> dict[str, Any]:
+        us = time_us(lambda cache: inputs.attend(cache, form, segment), inputs.caches)
+        shape = {**asdict(form), "segment": segment} if form else {}
+        return {**asdict(work), **shape, "us": us, "gb_per_s": work.num_bytes / us / 1e3}
+
+    rows = [measure()]
+    for form, segment in forms(work) if tunes else ():
+        with suppress(OutOfResources):  # of shared memory
+            rows.append(measure(form, segment))
+    rows.sort(key=lambda row: float(row["us"]))
+    for row in rows:
+        print(json.dumps(row), flush=True)
+    return rows

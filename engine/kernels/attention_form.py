@@ -1,0 +1,86 @@
+"""How attention over a paged cache is cut into programs: what decides a row's bits, and what only its speed.
+
+Measured by `python -m benchmarks.gpu_kernels --attention --tune` on an H200.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from engine.kernels.triton_support import next_power_of_2, shared_memory_bytes
+
+MAX_SHORT_QUERY_LEN = 16  # query tokens of a request; longer chunks have parallelism enough
+ENOUGH_PROGRAMS = (
+    128  # requests times KV heads: about one for each multiprocessor, and contexts need no splits
+)
+MAX_WHOLE_CONTEXT = (
+    2048  # keys; longer contexts are split anyway: lengths differ, and the longest would be waited for
+)
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a launch is cut into programs."""
+
+    num_rows: int  # of a tile of queries: tokens times heads of a group
+    span: int  # segments of a program; 0: all
+    num_warps: int
+    num_stages: int
+    max_registers: int | None = (
+        None  # of a thread, where the compiler would take so many that fewer programs run
+    )
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    group: int  # query heads of a KV head
+    head_size: int
+    item_bytes: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a head, padded as the kernel pads it."""
+        return max(16, next_power_of_2(self.head_size)) * self.item_bytes
+
+
+def segment_size(shape: HeadShape, device: torch.device) -> int:
+    """Keys of a segment. It decides how results are rounded, so nothing of a step may count here."""
+    if shape.row_bytes <= 128:
+        return 128
+    size = 64
+    while size > 16 and (2 * size + 32) * shape.row_bytes + 8192 > shared_memory_bytes(device):
+        size //= 2  # a tile of keys, one of values, the queries
+    return size
+
+
+def choose_form(
+    shape: HeadShape,
+    device: torch.device,
+    *,
+    num_reqs: int,
+    num_kv_heads: int,
+    max_query_len: int,
+    max_seq_len: int,
+) -> Form:
+    if max_query_len > MAX_SHORT_QUERY_LEN:
+        is_wide = shape.row_bytes <= 512 and _wide_tiles_sum_alike(device)
+        return Form(64 if is_wide else 32, 0, 4 if shape.row_bytes <= 256 else 8, 2)
+    num_programs = num_reqs * num_kv_heads
+    if num_programs < ENOUGH_PROGRAMS or max_seq_len > MAX_WHOLE_CONTEXT:
+        return Form(16, 1, 4 if shape.row_bytes <= 256 else 8, 1)
+    is_tall = max_query_len * next_power_of_2(shape.group) > 16
+    # Large heads: with one program on each multiprocessor eight warps are faster, with several of them four.
+    num_warps = 4 if shape.row_bytes <= (512 if num_programs > 2 * ENOUGH_PROGRAMS else 256) else 8
+    is_crowded = shape.row_bytes == 256 and not is_tall  # four programs on a multiprocessor instead of three
+    return Form(32 if is_tall else 16, 0, num_warps, 2, 128 if is_crowded else None)
+
+
+@functools.cache
+def _wide_tiles_sum_alike(device: torch.device) -> bool:
+    """Tiles of 64 rows are multiplied by wgmma on Hopper. It sums in the order of mma.sync
+    (tests/kernels/test_paged_attention.py on such a device); of the instructions of later devices nothing is known.
+    """
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) < (10, 0)
