@@ -4,8 +4,9 @@ python -m benchmarks.host_cost [--batch 64 256] [--runs 5]
 
 The core and the scheduler are the real ones, and so are the shapes and inputs of step graphs and the reading of
 results (`worker_ms`); the device is one that answers at once. What copies and launches cost on a GPU comes on top.
-A run is the median of its steps with the whole batch. Of the runs the fastest counts: a shared machine only ever makes
-them slower.
+`schedule_ms` makes the plan, `output_ms` is from results to outputs. Prompts differ in length, so that requests need
+their blocks in different steps. A run is the median of its steps with the whole batch. Of the runs the fastest counts:
+a shared machine only ever makes them slower.
 """
 
 from __future__ import annotations
@@ -140,21 +141,26 @@ def make_core(checkpoint: Path, batch: int) -> tuple[EngineCore, InstantDevice]:
     return EngineCore(config, build=build), device
 
 
-def measure(checkpoint: Path, batch: int) -> tuple[float, float]:
-    """Seconds of a step on the host: all of it, and the worker's part."""
+def measure(checkpoint: Path, batch: int) -> dict[str, float]:
+    """Milliseconds of a step on the host: all of it, and its parts."""
     core, device = make_core(checkpoint, batch)
     spare_what_is_loaded()  # as an engine process does
     params = SamplingParams(max_tokens=OUTPUT_LEN, temperature=0.0, ignore_eos=True)
     for index in range(batch):
-        core.handle(AddRequest(request_id=str(index), prompt_token_ids=[5] * PROMPT_LEN, params=params))
-    seconds = []
+        prompt = [5] * (PROMPT_LEN - index % BLOCK_SIZE)
+        core.handle(AddRequest(request_id=str(index), prompt_token_ids=prompt, params=params))
+    seconds: dict[str, list[float]] = {"step": [], "schedule": [], "output": []}
     while core.has_work:
         began_at = time.perf_counter()
         message = core.step()
+        lasted = time.perf_counter() - began_at
         if message is not None and message.step is not None and message.step.num_decode_requests == batch:
-            seconds.append(time.perf_counter() - began_at)
-    del seconds[-2:]  # nothing is launched in these any more, and requests end
-    return statistics.median(seconds), statistics.median(device.seconds)
+            for name, taken in {**message.step.phase_seconds, "step": lasted}.items():
+                if name in seconds:
+                    seconds[name].append(taken)
+    del seconds["step"][-2:]  # nothing is launched in these any more, and requests end
+    seconds["worker"] = device.seconds
+    return {f"{name}_ms": 1e3 * statistics.median(taken) for name, taken in seconds.items()}
 
 
 def main() -> None:
@@ -170,13 +176,8 @@ def main() -> None:
         (checkpoint / "config.json").write_text(json.dumps(GEOMETRY))
         for batch in arguments.batch:
             runs = [measure(checkpoint, batch) for _ in range(arguments.runs)]
-            step, worker = (min(values) for values in zip(*runs, strict=True))
-            row = {
-                "batch": batch,
-                "step_ms": 1e3 * step,
-                "worker_ms": 1e3 * worker,
-                "us_per_request": 1e6 * step / batch,
-            }
+            row = {name: min(run[name] for run in runs) for name in runs[0]}
+            row = {"batch": batch, **row, "us_per_request": 1e3 * row["step_ms"] / batch}
             print(json.dumps({name: round(value, 3) for name, value in row.items()}), flush=True)
 
 

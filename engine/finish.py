@@ -18,7 +18,7 @@ from engine.request import CutRun, RunCutter
 from engine.text.incremental_decoder import IncrementalDecoder
 
 
-class Cut(msgspec.Struct, frozen=True):
+class Cut(msgspec.Struct, frozen=True, gc=False):
     """Emit the first `num_kept` tokens of the run; the request ends with them if `finish` is set."""
 
     num_kept: int
@@ -45,6 +45,7 @@ class RequestCutter:
         self._hides_text = not params.include_stop
         self._eos_token_ids = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
         self._stop_token_ids = frozenset(params.stop_token_ids)
+        self._end_ids = self._eos_token_ids | self._stop_token_ids
         self._max_emitted = min(params.max_tokens, max_model_len - num_prompt_tokens)
         self._decoder = decoder if params.stop_strings else None
         self._num_lookback_chars = max(map(len, params.stop_strings), default=1) - 1
@@ -55,6 +56,10 @@ class RequestCutter:
     def cut(self, run: Sequence[int]) -> Cut:
         """Take the next run. Must not be called again after a cut with `finish`."""
         assert not self._is_finished, "a finished request has no more tokens"
+        has_room = self._num_emitted + len(run) < self._max_emitted
+        if has_room and self._decoder is None and self._end_ids.isdisjoint(run):
+            self._num_emitted += len(run)
+            return Cut(len(run), None)
         for index, token_id in enumerate(run):
             self._num_emitted += 1
             finish = self._finish_at(token_id)

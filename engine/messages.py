@@ -137,7 +137,7 @@ class FinishInfo(msgspec.Struct, kw_only=True, frozen=True):
     drop_last_token_text: bool = False  # the last id is an end or stop token whose text is not shown
 
 
-class RequestTimes(msgspec.Struct, kw_only=True, frozen=True):
+class RequestTimes(msgspec.Struct, kw_only=True, frozen=True, gc=False):
     """time.monotonic() stamps of one machine, seconds; 0 where it has not happened."""
 
     arrival: float = 0.0
@@ -146,7 +146,7 @@ class RequestTimes(msgspec.Struct, kw_only=True, frozen=True):
     last_token: float = 0.0
 
 
-class RequestOutput(msgspec.Struct, kw_only=True):
+class RequestOutput(msgspec.Struct, kw_only=True, gc=False):
     """What one or more steps brought for one request: deltas, except where said."""
 
     request_id: str

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from engine.draft_method import DraftMethod
 from engine.messages import AddRequest, FinishInfo, PositionLogprobs, RequestTimes
+from engine.step import ScheduledRequest
 
 NO_ROW = -1
 NO_METHOD = "none"
@@ -73,8 +74,7 @@ class Request:
     next_draft_start: int | None = 0
     """First token to feed its drafter if the steps in flight go well, from below; None: the first of the next step."""
     num_in_flight_tokens: int = 0  # scheduled in launched, uncollected steps
-    num_in_flight_steps: int = 0
-    num_in_flight_samples: int = 0  # of these steps, those that emit at least one token
+    num_in_flight_samples: int = 0  # steps in flight that emit at least one token
     next_method: str = NO_METHOD  # who drafts for its next step
     num_next_drafts: int = 0  # asked of it: what the next step may verify
     no_drafts_reason: str = ""  # why nothing was asked
@@ -83,7 +83,9 @@ class Request:
     )
     has_drafter_failed: bool = False  # when it was asked the last time that is known
     host_drafts: list[int] = field(default_factory=list)  # for its next step, made on the host
+    plain_decode: ScheduledRequest | None = None  # its decodes without drafts, while its slots last
 
+    next_commit: int = 0  # confirmed tokens from which on its blocks have to be looked at
     num_cached_tokens: int = 0  # prefix hit when first admitted
     num_preemptions: int = 0
     is_announced: bool = False  # the client knows that the prompt is being computed
@@ -106,6 +108,11 @@ class Request:
         return len(self.token_ids) - len(self.message.prompt_token_ids)
 
     @property
+    def is_in_flight(self) -> bool:
+        """Is it in a step that is not collected?"""
+        return self.num_in_flight_tokens > 0
+
+    @property
     def max_num_computed_tokens(self) -> int:
         """Upper bound: all that is in flight gets accepted. Exact while the prefill is not over."""
         return self.num_computed_tokens + self.num_in_flight_tokens
@@ -119,6 +126,19 @@ class Request:
     def min_num_tokens(self) -> int:
         """Lower bound of prompt + emitted tokens once the steps in flight are collected."""
         return len(self.token_ids) + self.num_in_flight_samples
+
+    @property
+    def can_decode(self) -> bool:
+        """Is its prefill launched, and do the steps in flight not finish it for certain?"""
+        if self.can_repeat:
+            return True
+        return self.num_prefill_tokens_left <= 0 and self.num_usable_drafts >= 0
+
+    @property
+    def can_repeat(self) -> bool:
+        """May its next step be `plain_decode` once more?"""
+        entry = self.plain_decode
+        return entry is not None and self.num_computed_tokens + self.num_in_flight_tokens < entry.max_seq_len
 
     @property
     def num_prefill_tokens_left(self) -> int:
@@ -144,11 +164,10 @@ class Request:
     def check_integrity(self) -> None:
         """Raise AssertionError unless the counts of a running request agree with each other."""
         assert self.num_emitted_tokens < self.message.params.max_tokens, "emitted max_tokens and goes on"
-        assert min(self.num_in_flight_tokens, self.num_in_flight_steps, self.num_in_flight_samples) >= 0
-        assert self.num_in_flight_samples <= self.num_in_flight_steps <= self.num_in_flight_tokens
+        assert 0 <= self.num_in_flight_samples <= self.num_in_flight_tokens
         if self.num_prefill_tokens_left > 0:
             assert self.num_in_flight_samples == 0, "a decode was launched before the prefill"
-        elif self.num_in_flight_steps == 0:
+        elif not self.is_in_flight:
             assert self.num_computed_tokens == len(self.token_ids) - 1, "an idle request lacks KV"
         if self.draft_kv_groups:
             self._check_drafter()
@@ -157,5 +176,5 @@ class Request:
         assert self.draft_watermark <= self.num_computed_tokens, "the drafter is ahead"
         if self.next_draft_start is not None:
             assert self.draft_watermark <= self.next_draft_start <= self.max_num_computed_tokens
-        elif self.num_in_flight_steps == 0:
+        elif not self.is_in_flight:
             assert self.draft_watermark == self.num_computed_tokens, "the drafter has a hole"

@@ -107,7 +107,7 @@ class HostInputs(msgspec.Struct, kw_only=True):
     masked_rows: list[int] | None = None  # logits rows, in plan order, that the mask is for; None: all
 
 
-class RowResult(msgspec.Struct, kw_only=True):
+class RowResult(msgspec.Struct, kw_only=True, gc=False):
     """What the step brought for one entry of `StepPlan.scheduled` (same order)."""
 
     token_ids: list[

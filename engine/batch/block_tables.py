@@ -28,21 +28,21 @@ class BlockTables:
             num_groups, max_num_rows, self.max_blocks, dtype=torch.int32, device=device
         )
         self.tables = self.stacked.unbind()
+        self._max_num_rows = max_num_rows
         self._device = device
 
     def apply(self, updates: Sequence[BlockTableUpdate]) -> None:
-        """Write all updates of a step: one copy and one scatter per group that changed."""
-        for group, table in enumerate(self.tables):
-            indices: list[int] = []
-            values: list[int] = []
-            for update in updates:
-                if update.group == group:
-                    first = update.row * self.max_blocks + update.start
-                    indices.extend(range(first, first + len(update.block_ids)))
-                    values.extend(update.block_ids)
-            if indices:
-                packed = to_device(np.array([indices, values], dtype=np.int64), self._device)
-                table.view(-1)[packed[0]] = packed[1].to(torch.int32)
+        """Write all updates of a step: one copy and one scatter. No two of them are of one entry."""
+        indices: list[int] = []
+        values: list[int] = []
+        for update in updates:
+            table = update.group * self._max_num_rows + update.row
+            first = table * self.max_blocks + update.start
+            indices.extend(range(first, first + len(update.block_ids)))
+            values.extend(update.block_ids)
+        if indices:
+            packed = to_device(np.array([indices, values], dtype=np.int64), self._device)
+            self.stacked.view(-1).index_copy_(0, packed[0], packed[1].to(torch.int32))
 
     def slot_mapping(
         self, group: int, rows: torch.Tensor, positions: torch.Tensor, limits: torch.Tensor

@@ -47,7 +47,7 @@ class DraftSpeeds:
     def observe_step(self, plan: StepPlan, seconds: float, draft_seconds: float) -> None:
         """Steps with prefills are left out."""
         entries = plan.scheduled
-        if plan.chunks:
+        if not self._methods or plan.chunks:
             return
         used: dict[str, int] = {}  # k of each method that drafts or keeps up
         for entry in entries:

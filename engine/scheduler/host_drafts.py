@@ -26,6 +26,10 @@ class HostDrafts:
         self._vocab_size = vocab_size
         self.num_failures: Counter[tuple[str, str]] = Counter()  # (method, class of the exception)
 
+    @property
+    def has_methods(self) -> bool:
+        return bool(self._speculators)
+
     def makes(self, method: str) -> bool:
         """Are this method's drafts made here?"""
         return method in self._speculators
@@ -43,7 +47,7 @@ class HostDrafts:
         for request in requests:
             if (
                 self.makes(request.next_method)
-                and request.num_in_flight_steps == 0
+                and not request.is_in_flight
                 and request.num_prefill_tokens_left <= 0
             ):
                 self._draft(request, grammars)

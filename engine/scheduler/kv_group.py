@@ -63,9 +63,11 @@ class KVGroupManager(ABC):
         """Blocks that `grow` would take from the pool."""
         return max(-(-num_tokens // self.block_size) - self.tables[request_id].end, 0)
 
-    def grow(self, request_id: str, num_tokens: int) -> None:
-        """Append blocks so that the table has slots up to `num_tokens`."""
-        self.tables[request_id].blocks += self.pool.take(self.num_blocks_to_grow(request_id, num_tokens))
+    def grow(self, request_id: str, num_tokens: int) -> list[int]:
+        """Append blocks so that the table has slots up to `num_tokens`. Returns these."""
+        blocks = self.pool.take(self.num_blocks_to_grow(request_id, num_tokens))
+        self.tables[request_id].blocks += blocks
+        return blocks
 
     def num_slots(self, request_id: str) -> int:
         """Tokens from the first on that have slots, or had them."""
@@ -90,6 +92,17 @@ class KVGroupManager(ABC):
             self.pool.free(table.blocks[:num_passed], fence_step)
             del table.blocks[:num_passed]
             table.first += num_passed
+
+    def next_commit(self, num_tokens: int) -> int:
+        """Confirmed tokens from which on there may be one more block to publish or to give back than at `num_tokens`.
+
+        Example, block_size 4, window 6, 10 tokens: block 2 is full at 12; block 1 is passed when the first key is 8, at
+        13: 12.
+        """
+        num_left = self.block_size - num_tokens % self.block_size
+        if self.spec.window is not None:
+            num_left = min(num_left, self.block_size - self.spec.first_key(num_tokens) % self.block_size)
+        return num_tokens + num_left
 
     def num_sole_blocks(self, request_id: str) -> int:
         """Blocks that come back to the pool when this request is freed."""

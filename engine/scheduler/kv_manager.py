@@ -112,9 +112,19 @@ class KVManager:
         num_tokens = _num_tokens_at_start(request)
         for index, group in self._groups_of(request):
             group.start(request.request_id, _names(request, index)[:num_hit_blocks], num_tokens)
-            self._update(request, index, group.tables[request.request_id].first)
+            self._update_all(request, index)
         self._num_committed[request.request_id] = num_hit_blocks
+        request.next_commit = 0
         return self._start_drafter(request, num_hit_blocks)
+
+    def try_grow(self, request: Request, num_tokens: int) -> bool:
+        """Slots for `num_tokens` in all groups, or nothing when one of them lacks the blocks for that."""
+        for index in request.kv_groups:
+            group = self._groups[index]
+            if group.num_blocks_to_grow(request.request_id, num_tokens) > group.pool.num_available:
+                return False
+        self.grow(request, num_tokens)
+        return True
 
     def grow(self, request: Request, num_tokens: int) -> None:
         """Slots for `num_tokens` in all groups; there must be room (`growth_shortage`)."""
@@ -141,13 +151,17 @@ class KVManager:
     def commit(self, request: Request, num_tokens: int, fence_step: int) -> None:
         """The KV of the first `num_tokens` confirmed tokens is valid, a drafter's own up to its watermark: their full
         blocks may be found by others, and those that left a window are given back, not to be handed out before
-        `fence_step` is collected.
+        `fence_step` is collected. Nothing of this changes before `request.next_commit` tokens.
         """
         self._commit(request, request.kv_groups, self._num_committed, num_tokens, fence_step)
         # A drafter that catches up goes on at its watermark: it needs the window there, wherever the target is.
         draft_groups, num_fed = request.draft_kv_groups, request.draft_watermark
         if draft_groups:
             self._commit(request, draft_groups, self._num_draft_committed, num_fed, fence_step)
+        else:
+            request.next_commit = min(
+                [self._groups[index].next_commit(num_tokens) for index in request.kv_groups]
+            )
 
     def free(self, request: Request, fence_step: int, *, keep_findable: bool) -> None:
         """Give all blocks back, not to be handed out before `fence_step` is collected."""
@@ -198,7 +212,7 @@ class KVManager:
         for index in request.draft_kv_groups:
             group = self._groups[index]
             group.start(request.request_id, _names(request, index)[:hit], 0)
-            self._update(request, index, group.tables[request.request_id].first)
+            self._update_all(request, index)
         self._num_draft_committed[request.request_id] = hit
         return hit
 
@@ -215,9 +229,9 @@ class KVManager:
     def _grow(self, request: Request, indices: Sequence[int], num_tokens: int) -> None:
         for index in indices:
             group = self._groups[index]
-            start = group.tables[request.request_id].end
-            group.grow(request.request_id, num_tokens)
-            self._update(request, index, start)
+            blocks = group.grow(request.request_id, num_tokens)
+            if blocks:
+                self._update(request, index, group.tables[request.request_id].end - len(blocks), blocks)
 
     def _commit(
         self,
@@ -241,13 +255,15 @@ class KVManager:
     def _no_shortage(self) -> list[int]:
         return [-group.pool.num_available for group in self._groups]
 
-    def _update(self, request: Request, index: int, start: int) -> None:
-        """The row has new blocks from block index `start` on in one group."""
+    def _update(self, request: Request, index: int, start: int, blocks: list[int]) -> None:
+        """The row has these blocks from block index `start` on in one group."""
+        update = BlockTableUpdate(index, request.row, start, blocks)
+        self._updates.setdefault(request.request_id, []).append(update)
+
+    def _update_all(self, request: Request, index: int) -> None:
         table = self._groups[index].tables[request.request_id]
-        block_ids = table.blocks[start - table.first :]
-        if block_ids:
-            update = BlockTableUpdate(index, request.row, start, block_ids)
-            self._updates.setdefault(request.request_id, []).append(update)
+        if table.blocks:
+            self._update(request, index, table.first, table.blocks.copy())
 
     def _extend_hashes(self, request: Request, num_tokens: int) -> None:
         extend_block_hashes(

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from engine.request import Request
-from engine.scheduler.draft_policy import DraftChoice
-from engine.step import BlockTableUpdate, DraftFeed, NewRow, ScheduledRequest, StepPlan
+from engine.scheduler.draft_orders import NOTHING, DraftOrder
+from engine.scheduler.draft_policy import NO_DRAFTS
+from engine.step import BlockTableUpdate, NewRow, ScheduledRequest, StepPlan
 
 
 @dataclass
@@ -28,60 +29,77 @@ class PlanBuilder:
         return bool(self.scheduled) and self.scheduled[-1].is_prefill
 
     def add_decode(
-        self,
-        request: Request,
-        num_drafts: int,
-        drafts: DraftChoice,
-        *,
-        feed: DraftFeed | None,
-        keeps_up: str,
-        no_drafts_reason: str,
+        self, request: Request, num_drafts: int, order: DraftOrder, *, num_slots: int, no_drafts_reason: str
     ) -> None:
-        """Verify `num_drafts` drafts, or none for a reason; ask for `drafts` afterwards, from a drafter that was fed
-        `feed`.
+        """Verify `num_drafts` drafts, or none for a reason, and draft by `order` afterwards. The request has
+        `num_slots` slots.
+
+        One that has no drafter decodes by the same entry until these are full.
         """
         num_tokens = 1 + num_drafts
         if request.host_drafts:
             if num_drafts > 0:
                 self.host_drafts[request.row] = request.host_drafts[:num_drafts]
             request.host_drafts = []
+        max_seq_len = request.max_num_computed_tokens + num_tokens
+        # Of the last token that it may have no KV is needed.
+        is_plain = num_drafts == 0 and order is NOTHING and request.message.constraint is None
+        if is_plain:
+            max_seq_len = max(max_seq_len, min(num_slots, request.token_limit - 1))
         entry = ScheduledRequest(
             row=request.row,
             num_tokens=num_tokens,
             num_drafts=num_drafts,
-            max_seq_len=request.max_num_computed_tokens + num_tokens,
-            method=drafts.method,
-            num_next_drafts=drafts.k,
-            keeps_up=keeps_up,
-            draft_feed=feed,
+            max_seq_len=max_seq_len,
+            method=order.choice.method,
+            num_next_drafts=order.choice.k,
+            keeps_up=order.keeps_up,
+            draft_feed=order.feed,
         )
-        self._add(request, entry, drafts.reason, no_drafts_reason)
+        request.plain_decode = entry if is_plain else None
+        self._ask(request, order)
+        self.add(request, entry, no_drafts_reason)
 
-    def add_chunk(
-        self,
-        request: Request,
-        num_tokens: int,
-        drafts: DraftChoice,
-        *,
-        feed: DraftFeed | None,
-        keeps_up: str,
-    ) -> None:
-        """Compute the next tokens of a prefill; ask for `drafts` only if it ends here."""
+    def add_chunk(self, request: Request, num_tokens: int, order: DraftOrder) -> None:
+        """Compute the next tokens of a prefill; drafts are asked for only if it ends here."""
         start = request.max_num_computed_tokens
         is_last = num_tokens == request.num_prefill_tokens_left
-        assert is_last or drafts.k == 0, "an unfinished prefill asks for drafts"
+        if not is_last:
+            order = order._replace(choice=order.choice._replace(k=0))
         entry = ScheduledRequest(
             row=request.row,
             num_tokens=num_tokens,
             start=start,
             samples=is_last,
             max_seq_len=start + num_tokens,
-            method=drafts.method,
-            num_next_drafts=drafts.k,
-            keeps_up=keeps_up,
-            draft_feed=feed,
+            method=order.choice.method,
+            num_next_drafts=order.choice.k,
+            keeps_up=order.keeps_up,
+            draft_feed=order.feed,
         )
-        self._add(request, entry, drafts.reason, "")
+        self._ask(request, order)
+        self.add(request, entry, "")
+
+    def repeat(self, requests: list[Request]) -> None:
+        """They decode by the entries that they have (`Request.can_repeat`)."""
+        self.requests += requests
+        self.scheduled += [entry for request in requests if (entry := request.plain_decode) is not None]
+        self.no_drafts_reasons += [NO_DRAFTS.reason] * len(requests)
+        self.budget -= len(requests)
+        for request in requests:
+            request.num_in_flight_tokens += 1
+            request.num_in_flight_samples += 1
+
+    def add(self, request: Request, entry: ScheduledRequest, no_drafts_reason: str) -> None:
+        """What the request was asked for before stays."""
+        self.scheduled.append(entry)
+        self.no_drafts_reasons.append(no_drafts_reason)
+        self.requests.append(request)
+        self.budget -= entry.num_tokens
+        if request.message.constraint is not None and entry.samples:
+            self.needs_host_inputs = True
+        request.num_in_flight_tokens += entry.num_tokens
+        request.num_in_flight_samples += entry.samples
 
     def add_row(self, request: Request) -> None:
         """The request was given a row and blocks."""
@@ -107,16 +125,7 @@ class PlanBuilder:
             needs_host_inputs=self.needs_host_inputs,
         )
 
-    def _add(self, request: Request, entry: ScheduledRequest, next_reason: str, reason: str) -> None:
-        self.scheduled.append(entry)
-        self.no_drafts_reasons.append(reason)
-        self.requests.append(request)
-        self.budget -= entry.num_tokens
-        if request.message.constraint is not None and entry.samples:
-            self.needs_host_inputs = True
-        request.num_in_flight_tokens += entry.num_tokens
-        request.num_in_flight_steps += 1
-        request.num_in_flight_samples += entry.samples
-        request.next_method = entry.method
-        request.num_next_drafts = entry.num_next_drafts
-        request.no_drafts_reason = next_reason
+    def _ask(self, request: Request, order: DraftOrder) -> None:
+        request.next_method = order.choice.method
+        request.num_next_drafts = order.choice.k
+        request.no_drafts_reason = order.choice.reason

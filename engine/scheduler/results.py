@@ -16,10 +16,12 @@ from engine.step import RowResult, ScheduledRequest
 NAN_MESSAGE = "the model's logits held NaN, or no token was left to sample; the request cannot go on"
 
 
-def make_output(request: Request, finish: FinishInfo | None = None) -> RequestOutput:
-    """An output without tokens."""
+def make_output(
+    request: Request, finish: FinishInfo | None = None, token_ids: list[int] | None = None
+) -> RequestOutput:
     return RequestOutput(
         request_id=request.request_id,
+        token_ids=token_ids or [],
         num_prompt_tokens=request.num_prompt_tokens,
         num_cached_tokens=request.num_cached_tokens,
         finish=finish,
@@ -69,9 +71,9 @@ def keep_prompt_logprobs(request: Request, result: RowResult) -> None:
 
 
 def run_output(
-    request: Request, entry: ScheduledRequest, result: RowResult, cut: CutRun, now: float
+    request: Request, entry: ScheduledRequest, result: RowResult, cut: CutRun, kept: list[int], now: float
 ) -> RequestOutput:
-    """A run of sampled tokens, cut. `now`: time.monotonic()."""
+    """A run of sampled tokens, of which the cut has `kept` these. `now`: time.monotonic()."""
     times = request.times
     request.times = RequestTimes(
         arrival=times.arrival,
@@ -79,19 +81,24 @@ def run_output(
         first_token=times.first_token or now,
         last_token=now,
     )
-    output = make_output(request, cut.finish)
-    output.token_ids = result.token_ids[: cut.num_kept]
+    output = make_output(request, cut.finish, kept)
     if result.logprobs is not None:
         output.logprobs = result.logprobs[: cut.num_kept]
     if result.num_drafted > 0:
         output.spec = [_observe(result, cut)]
-    if not request.is_announced and request.wants_prompt_logprobs:
+    if not request.is_announced:
+        _announce(request, entry, result, output)
+    return output
+
+
+def _announce(request: Request, entry: ScheduledRequest, result: RowResult, output: RequestOutput) -> None:
+    """The first output of a request that was not announced by a chunk."""
+    if request.wants_prompt_logprobs:
         if entry.is_prefill:
             keep_prompt_logprobs(request, result)
         output.prompt_logprobs = request.prompt_logprobs or [None]
         request.prompt_logprobs = []
     request.is_announced = True
-    return output
 
 
 def note_drafts(request: Request, entry: ScheduledRequest, result: RowResult, *, on_host: bool) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 from engine.config import SchedulerConfig
 from engine.control import SchedulerState
@@ -19,15 +18,16 @@ from engine.draft_method import DraftMethod
 from engine.errors import QueueFullError, RequestIdInUseError
 from engine.kv_spec import KVGroupSpec
 from engine.messages import AddRequest, RequestOutput, RequestTimes
-from engine.request import FINISHED, RUNNING, WAITING, Request, RunCutter
+from engine.request import FINISHED, WAITING, Request, RunCutter
 from engine.scheduler import results
 from engine.scheduler.chunk_policy import ChunkPolicy
-from engine.scheduler.draft_feeds import note_feed
+from engine.scheduler.draft_orders import DraftOrders
 from engine.scheduler.draft_policy import DraftPolicy
 from engine.scheduler.dump import dump
 from engine.scheduler.fair_order import FairOrder
 from engine.scheduler.grammars import Grammars
 from engine.scheduler.host_drafts import HostDrafts
+from engine.scheduler.intake import LaunchedStep, ResultIntake
 from engine.scheduler.kv_manager import KVManager
 from engine.scheduler.replays import Replays
 from engine.scheduler.request_limits import RequestLimits
@@ -36,17 +36,9 @@ from engine.scheduler.running_set import RunningSet
 from engine.scheduler.step_planner import StepPlanner
 from engine.scheduler.waiting_queue import WaitingQueue
 from engine.stats import EngineStats, StepStats
-from engine.step import HostInputs, RowResult, ScheduledRequest, StepOutput, StepPlan
+from engine.step import HostInputs, StepOutput, StepPlan
 
 RETRY_AFTER = 1.0  # seconds; a hint for clients of a full queue
-
-
-@dataclass(slots=True)
-class _InFlightStep:
-    plan: StepPlan
-    requests: list[Request]  # in plan order
-    no_drafts_reasons: list[str]
-    num_preempted: int  # to make room for it
 
 
 class Scheduler:
@@ -87,11 +79,19 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._running = RunningSet(self._kv, RowPool(config.max_num_seqs))
         self._chunk_policy = ChunkPolicy(config.max_prefill_stall)
-        self._planner = StepPlanner(
-            config, self._waiting, self._running, draft_policy, self._chunk_policy, host_drafts, max_drafts
+        draft_orders = DraftOrders(
+            self._kv,
+            draft_policy,
+            max_drafts=max_drafts,
+            max_chunk=config.max_prefill_chunk or config.max_num_batched_tokens,
+            budget=config.max_num_batched_tokens,
         )
+        self._planner = StepPlanner(
+            config, self._waiting, self._running, draft_orders, self._chunk_policy, host_drafts
+        )
+        self._intake = ResultIntake(self._waiting, self._running, draft_policy, host_drafts, grammars)
         self._requests: dict[str, Request] = {}  # live ones
-        self._in_flight: deque[_InFlightStep] = deque()
+        self._in_flight: deque[LaunchedStep] = deque()
         self._num_preemptions_seen = 0  # up to the step scheduled last
         self._completed = StepStats()
 
@@ -183,9 +183,7 @@ class Scheduler:
         plan = builder.build()
         num_preempted = self._planner.num_preemptions - self._num_preemptions_seen
         self._num_preemptions_seen = self._planner.num_preemptions
-        self._in_flight.append(
-            _InFlightStep(plan, builder.requests, builder.no_drafts_reasons, num_preempted)
-        )
+        self._in_flight.append(LaunchedStep(plan, builder.requests, builder.no_drafts_reasons, num_preempted))
         if builder.new_rows:
             self._stamp_first_scheduled(builder.requests)
         return plan
@@ -201,26 +199,11 @@ class Scheduler:
         step = current.plan.step
         assert step == plan.step == output.step, f"got step {plan.step} / {output.step}, expected {step}"
         self._running.release(step)
-        now = self._clock()
-        outputs = []
-        reasons: list[str] = []  # of decodes that had no draft to verify
-        for request, entry, result, reason in zip(
-            current.requests, plan.scheduled, output.rows, current.no_drafts_reasons, strict=True
-        ):
-            request.num_in_flight_tokens -= entry.num_tokens
-            request.num_in_flight_steps -= 1
-            request.num_in_flight_samples -= entry.samples
-            if request.status is FINISHED:
-                continue
-            self._grammars.note(request, result)
-            if not entry.is_prefill:
-                self._draft_policy.observe_result(request, result)
-                if result.num_drafted == 0:
-                    reasons.append(reason or results.why_nothing_came(request))
-            results.note_drafts(request, entry, result, on_host=self._host_drafts.makes(entry.method))
-            request_output = self._take_result(request, entry, result, now)
-            if request_output is not None:
-                outputs.append(request_output)
+        intake = self._intake.take(current, output, self._clock())
+        for request in intake.ended:
+            self._end(request)
+        for request in intake.failed:
+            self._end(request, keep_findable=False)
         for request, replay in self._replays.run(current.requests):
             self._draft_policy.observe_replay(request, replay)
         num_waited_for = self._host_drafts.num_waited_for(plan)
@@ -230,9 +213,9 @@ class Scheduler:
             num_decode_requests=len(plan.scheduled) - len(plan.chunks),
             num_preempted=current.num_preempted,
             num_not_overlapped=num_waited_for if self._max_steps_in_flight > 1 else 0,
-            not_drafted=dict(Counter(reasons)),
+            not_drafted=dict(Counter(intake.not_drafted)),
         )
-        return outputs
+        return intake.outputs
 
     def observe_step(self, plan: StepPlan, seconds: float, draft_seconds: float = 0.0) -> None:
         """The step took so long, by the wall clock, `draft_seconds` of it for the drafts of the next one."""
@@ -249,11 +232,11 @@ class Scheduler:
 
     def stats(self) -> EngineStats:
         num_used, num_cached, num_blocks = self._kv.occupancy()
-        nums_left = [request.num_prefill_tokens_left for request in self._running]
+        num_left = sum([request.num_prefill_tokens_left for request in self._running.prefills()])
         return EngineStats(
             num_running=len(self._running),
             num_waiting=len(self._waiting) + len(self._grammars),
-            num_waiting_tokens=self._waiting.num_tokens + sum([num for num in nums_left if num > 0]),
+            num_waiting_tokens=self._waiting.num_tokens + num_left,
             num_blocks=num_blocks,
             num_free_blocks=num_blocks - num_cached - num_used,
             num_cached_blocks=num_cached,
@@ -295,44 +278,6 @@ class Scheduler:
             self._order.started(request)
             if request.times.first_scheduled == 0.0:
                 request.times = RequestTimes(arrival=request.times.arrival, first_scheduled=now)
-
-    def _take_result(
-        self, request: Request, entry: ScheduledRequest, result: RowResult, now: float
-    ) -> RequestOutput | None:
-        if result.nan_target or result.failure:
-            end = results.error_output(request, result, self._grammars.error_of(request))
-            self._end(request, keep_findable=False)
-            return end
-        # A request that was preempted since has lost its KV; its tokens count all the same.
-        is_running = request.status is RUNNING
-        start = request.num_computed_tokens
-        if is_running:
-            request.num_computed_tokens += entry.num_tokens if entry.is_prefill else len(result.token_ids)
-        output = (
-            self._take_run(request, entry, result, now)
-            if entry.samples
-            else results.chunk_output(request, result)
-        )
-        if is_running:
-            # Of the last confirmed token no KV is needed, and behind a cut none is confirmed.
-            num_confirmed = min(request.num_computed_tokens, len(request.token_ids) - 1)
-            note_feed(request, entry, result, start, num_confirmed)
-            self._kv.commit(request, num_confirmed, self._running.newest_step)
-        if output is not None and output.finish is not None:
-            self._end(request)
-        return output
-
-    def _take_run(
-        self, request: Request, entry: ScheduledRequest, result: RowResult, now: float
-    ) -> RequestOutput:
-        assert result.token_ids, f"{request.request_id}: a step that samples brought no token"
-        cut = request.cutter.cut(result.token_ids)
-        kept = result.token_ids[: cut.num_kept]
-        if request.status is WAITING:
-            self._waiting.append_tokens(request, kept)
-        else:
-            request.token_ids += kept
-        return results.run_output(request, entry, result, cut, now)
 
     def _end(self, request: Request, *, keep_findable: bool = True) -> None:
         """Give up whatever the request holds; results in flight will be dropped."""

@@ -12,12 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.config import SchedulerConfig
-from engine.draft_method import DraftMethod
-from engine.request import NO_METHOD, RUNNING, WAITING, Request
+from engine.request import RUNNING, WAITING, Request
 from engine.scheduler import not_drafted
 from engine.scheduler.chunk_policy import MIN_CHUNK, ChunkPolicy
-from engine.scheduler.draft_feeds import DraftFeeder
-from engine.scheduler.draft_policy import DraftChoice, DraftPolicy
+from engine.scheduler.draft_orders import DraftOrders
 from engine.scheduler.host_drafts import HostDrafts
 from engine.scheduler.plan_builder import PlanBuilder
 from engine.scheduler.running_set import RunningSet
@@ -35,22 +33,19 @@ class StepPlanner:
         config: SchedulerConfig,
         waiting: WaitingQueue,
         running: RunningSet,
-        draft_policy: DraftPolicy,
+        draft_orders: DraftOrders,
         chunk_policy: ChunkPolicy,
         host_drafts: HostDrafts,
-        max_drafts: int,
     ) -> None:
         self._budget = config.max_num_batched_tokens
         self._max_chunk = config.max_prefill_chunk or config.max_num_batched_tokens
         self._waiting = waiting
         self._running = running
         self._kv = running.kv
-        self._feeder = DraftFeeder(running.kv, self._max_chunk, self._budget)
-        self._draft_policy = draft_policy
+        self._draft_orders = draft_orders
         self._chunk_policy = chunk_policy
         self._host_drafts = host_drafts
         self._num_decoding = 0
-        self._max_drafts = max_drafts
         self._watermark = [max(1, int(WATERMARK * count)) for count in self._kv.num_blocks]
         self._last_served = (0, 0, -1)  # order of the last decode served when not all fitted
         self.num_preemptions = 0
@@ -58,9 +53,9 @@ class StepPlanner:
     def plan(self, step: int) -> PlanBuilder:
         """The step, possibly empty. Counters of the requests in it include it already."""
         builder = PlanBuilder(step, self._budget)
-        self._feeder.begin_step()
+        self._draft_orders.begin_step()
         self._preempt_for_priority()
-        prefills = [request for request in self._running if request.num_prefill_tokens_left > 0]
+        prefills = self._running.prefills()
         # Before decodes take blocks, so that it goes on whatever happens: room for the next token of the first one.
         # False: it waits for blocks, and nobody is admitted.
         has_room = not prefills or self._grow_by_preemption(prefills[0])
@@ -76,14 +71,10 @@ class StepPlanner:
 
     def _add_decodes(self, builder: PlanBuilder, *, has_prefills: bool) -> bool:
         """False when a request could not grow: nobody is admitted then, so that it gets the next blocks."""
-        # Those that steps in flight do not finish for certain.
-        decodes = [
-            request
-            for request in self._running
-            if request.num_prefill_tokens_left <= 0 and request.num_usable_drafts >= 0
-        ]
+        decodes = [request for request in self._running if request.can_decode]
         self._num_decoding = len(decodes)
-        decodes = [request for request in decodes if not self._waits_for_host_drafts(request)]
+        if self._host_drafts.has_methods:
+            decodes = [request for request in decodes if not self._waits_for_host_drafts(request)]
         budget = self._budget - self._prefill_share(has_prefills)
         has_room = True
         for _ in range(-(-len(decodes) // budget)):
@@ -94,7 +85,6 @@ class StepPlanner:
 
     def _prefill_share(self, has_prefills: bool) -> int:
         """Tokens of the budget that decodes leave to prefills."""
-        can_admit = len(self._waiting) > 0 and self._running.rows.num_free > 0
         can_admit = len(self._waiting) > 0 and self._running.rows.num_free > 0
         return min(MIN_CHUNK, self._budget // 2) if has_prefills or can_admit else 0
 
@@ -108,37 +98,51 @@ class StepPlanner:
         return sorted(turn, key=lambda request: request.order)
 
     def _add_turn(self, builder: PlanBuilder, decodes: list[Request], budget: int) -> bool:
-        """In running order: whoever is preempted is not in the plan yet. False: one could not grow."""
+        """In running order, but first those that may need blocks: whoever is preempted is not in the plan yet. False:
+        one could not grow.
+        """
         num_spare_tokens = budget - len(decodes)  # for drafts
         has_room = True
+        repeated: list[Request] = []
         for request in decodes:
+            if request.can_repeat:
+                repeated.append(request)
+                continue
             if request.status is not RUNNING:  # preempted for one before it
                 continue
-            num_offered = self._num_offered_drafts(request)
-            num_drafts = num_offered
-            if num_offered > 0:
-                num_drafts = min(num_offered, request.num_usable_drafts, num_spare_tokens)
-            if _num_slots_needed(request, num_drafts) > self._kv.num_slots(request):
-                num_drafts = self._grow(request, num_drafts)
+            num_drafts = self._add_decode(builder, request, num_spare_tokens)
             if num_drafts == _NO_ROOM:
                 has_room = False
-                continue
-            num_spare_tokens -= num_drafts
-            reason = not_drafted.LIMIT if num_drafts < num_offered else request.no_drafts_reason
-            drafts = self._choose_drafts(request, 1 + num_drafts)
-            drafts, feed = self._feeder.plan(request, 1 + num_drafts, drafts)
-            builder.add_decode(
-                request,
-                num_drafts,
-                drafts,
-                feed=feed,
-                keeps_up=_who_keeps_up(request, drafts.method, 1 + num_drafts),
-                no_drafts_reason="" if num_drafts else reason,
-            )
+            else:
+                num_spare_tokens -= num_drafts
+        builder.repeat([request for request in repeated if request.status is RUNNING])
         return has_room
 
+    def _add_decode(self, builder: PlanBuilder, request: Request, num_spare_tokens: int) -> int:
+        """Returns how many drafts it verifies; _NO_ROOM when it has to wait for blocks."""
+        num_offered = self._num_offered_drafts(request)
+        num_drafts = num_offered
+        if num_offered > 0:
+            num_drafts = min(num_offered, request.num_usable_drafts, num_spare_tokens)
+        num_slots = self._kv.num_slots(request)
+        if _num_slots_needed(request, num_drafts) > num_slots:
+            num_drafts = self._grow(request, num_drafts)
+            num_slots = self._kv.num_slots(request)
+        if num_drafts == _NO_ROOM:
+            return _NO_ROOM
+        reason = not_drafted.LIMIT if num_drafts < num_offered else request.no_drafts_reason
+        order = self._draft_orders.place(request, 1 + num_drafts, self._num_decoding)
+        builder.add_decode(
+            request,
+            num_drafts,
+            order,
+            num_slots=num_slots,
+            no_drafts_reason="" if num_drafts else reason,
+        )
+        return num_drafts
+
     def _waits_for_host_drafts(self, request: Request) -> bool:
-        is_waiting = request.num_next_drafts > 0 and request.num_in_flight_steps > 0
+        is_waiting = request.num_next_drafts > 0 and request.is_in_flight
         return is_waiting and self._host_drafts.makes(request.next_method)
 
     def _num_offered_drafts(self, request: Request) -> int:
@@ -150,7 +154,7 @@ class StepPlanner:
             return 0
         if self._host_drafts.makes(request.next_method):
             return len(request.host_drafts)
-        if num_known is None or (num_known > 0 and request.num_in_flight_steps > 0):
+        if num_known is None or (num_known > 0 and request.is_in_flight):
             return num_asked
         return min(num_asked, num_known)
 
@@ -159,8 +163,7 @@ class StepPlanner:
         to wait for blocks. For the token those served after it are preempted, for drafts nobody.
         """
         num_slots = _num_slots_needed(request, num_drafts)
-        if max(self._kv.growth_shortage(request, num_slots)) <= 0:
-            self._kv.grow(request, num_slots)
+        if self._kv.try_grow(request, num_slots):
             return num_drafts
         num_fitting = self._kv.num_slots(request) - request.max_num_computed_tokens - 1
         if num_fitting >= 0:
@@ -178,28 +181,6 @@ class StepPlanner:
             self._preempt(self._running.last())
         self._kv.grow(request, num_slots)
         return True
-
-    def _choose_drafts(self, request: Request, num_tokens: int) -> DraftChoice:
-        """Before the request's next step, of `num_tokens`, is added to the plan."""
-        choice = self._draft_policy.choose(request, self._num_decoding)
-        method = self._draft_policy.methods.get(choice.method)
-        if method is not None:
-            num_left = _drafter_room(method, request, num_tokens)
-            if num_left <= 0:
-                return DraftChoice(NO_METHOD, 0, not_drafted.DRAFTER_LIMIT)
-            if num_left < choice.k:
-                choice = choice._replace(k=num_left)
-        if choice.k == 0:
-            return choice
-        num_usable = min(request.num_usable_drafts - 1, self._max_drafts)
-        if request.num_lookahead_slots > 0:
-            # What the drafter writes behind the step's tokens needs slots, up to the request's limit.
-            num_slots = self._kv.num_slots(request)
-            if num_slots < request.token_limit:
-                num_usable = min(num_usable, num_slots - request.max_num_computed_tokens - num_tokens)
-        if num_usable <= 0:
-            return DraftChoice(choice.method, 0, not_drafted.LIMIT)
-        return choice._replace(k=num_usable) if num_usable < choice.k else choice
 
     # ---- prefills ------------------------------------------------------------------------------------------
 
@@ -222,16 +203,8 @@ class StepPlanner:
         num_tokens = self._grow_for_chunk(request, num_tokens)
         if num_tokens == 0:
             return allowance
-        is_last = num_tokens == request.num_prefill_tokens_left
-        drafts = self._choose_drafts(request, num_tokens)
-        drafts, feed = self._feeder.plan(request, num_tokens, drafts)
-        builder.add_chunk(
-            request,
-            num_tokens,
-            drafts if is_last else drafts._replace(k=0),
-            feed=feed,
-            keeps_up=_who_keeps_up(request, drafts.method, num_tokens),
-        )
+        order = self._draft_orders.place(request, num_tokens, self._num_decoding)
+        builder.add_chunk(request, num_tokens, order)
         return allowance - num_tokens
 
     def _grow_for_chunk(self, request: Request, num_tokens: int) -> int:
@@ -262,7 +235,7 @@ class StepPlanner:
             head = self._waiting.head()
             # A preempted request resumes only when its steps in flight are collected: its last token is known
             # then.
-            if head is None or head.num_in_flight_steps > 0:
+            if head is None or head.is_in_flight:
                 break
             if before_priority is not None and head.priority >= before_priority:
                 break
@@ -288,7 +261,7 @@ class StepPlanner:
         from the last on; nobody is preempted when even that would not be enough.
         """
         head = self._waiting.head()
-        if head is None or head.num_in_flight_steps > 0 or len(self._running) == 0:
+        if head is None or head.is_in_flight or len(self._running) == 0:
             return
         if self._running.last().priority <= head.priority:
             return
@@ -315,23 +288,6 @@ class StepPlanner:
         victim.num_preemptions += 1
         self.num_preemptions += 1
         self._waiting.push(victim)
-
-
-def _drafter_room(method: DraftMethod, request: Request, num_tokens: int) -> int:
-    """Drafts for which the drafter's own context has room behind a step of `num_tokens`; 0 or less: it has none for
-    the step itself, or nothing behind it.
-    """
-    if method.max_context is None:
-        return method.max_drafts
-    return method.max_context - request.max_num_computed_tokens - num_tokens
-
-
-def _who_keeps_up(request: Request, drafting: str, num_tokens: int) -> str:
-    """The request's method, if it has to see the step of `num_tokens` although another drafts."""
-    own = request.draft_method
-    if own is None or not own.keeps_up or own.name == drafting:
-        return NO_METHOD
-    return own.name if _drafter_room(own, request, num_tokens) > 0 else NO_METHOD
 
 
 def _num_slots_needed(request: Request, num_drafts: int) -> int:

@@ -104,6 +104,7 @@ class ModelRunner:
         self._row_info: dict[int, NewRow] = {}
         self._draft_methods: dict[int, str] = {}  # row -> who made the drafts that stand in it
         self._copy_stream = make_copy_stream(device)
+        self._copies_apart = False  # has the copy stream had work since the last replay?
         self._clock = PhaseClock()  # of the step that is being launched
         self._captures: CaptureQueue | None = None
         self._step_graphs: StepGraphs | None = None
@@ -114,7 +115,7 @@ class ModelRunner:
         clock = self._clock
         self._apply_updates(plan)
         batch = gather_batch(plan.scheduled, self._rows, self._block_tables)
-        draft_methods = [self._draft_methods.get(row, NO_METHOD) for row in batch.row_list]
+        draft_methods = self._methods_of(batch.row_list)
         clock.lap("prepare")
         states = self._target.forward(batch, self._needed_tokens(batch))
         clock.lap("target")
@@ -154,15 +155,13 @@ class ModelRunner:
             return None
         assert self._step_graphs is not None
         self._apply_updates(plan)
-        if self._copy_stream is not None:  # it may be reading the last replay's results
-            torch.cuda.current_stream(self._copy_stream.device).wait_stream(self._copy_stream)
+        stream = self._replay_stream()
         clock.lap("prepare")
         results = self._step_graphs.step(descriptor, plan.scheduled)
-        clock.lap("target")
         num_reqs = len(plan.scheduled)
-        draft_methods = [self._draft_methods.get(entry.row, NO_METHOD) for entry in plan.scheduled]
+        draft_methods = self._methods_of([entry.row for entry in plan.scheduled])
         self._remember_methods(plan.scheduled)
-        return PendingOutput(
+        pending = PendingOutput(
             plan.step,
             plan.scheduled,
             StepTensors(results=results),
@@ -173,8 +172,10 @@ class ModelRunner:
             phase_seconds=clock.seconds,
             graph_kind="full",
             num_padding_tokens=descriptor.num_reqs * (1 + descriptor.num_drafts) - plan.num_scheduled_tokens,
-            copy_stream=self._copy_stream,
+            copy_stream=stream,  # the next replay writes to the same results
         )
+        clock.lap("target")
+        return pending
 
     def init_graphs(self, captures: CaptureQueue, target: TargetForward, limits: StepLimits) -> None:
         """Whole decode steps may be captured from now on, with this target, which must launch."""
@@ -191,6 +192,16 @@ class ModelRunner:
     def capture_next(self) -> bool:
         """While nothing runs: capture one more graph. False: all are there."""
         return self._captures is not None and self._captures.capture_next()
+
+    def _replay_stream(self) -> torch.cuda.Stream | None:
+        """The one that steps run on, when the copy stream has read all that a replay may write to."""
+        if self._copy_stream is None:
+            return None
+        stream = torch.cuda.current_stream(self._copy_stream.device)
+        if self._copies_apart:
+            stream.wait_stream(self._copy_stream)
+            self._copies_apart = False
+        return stream
 
     def _run_step(
         self, layout: BatchLayout, descriptor: StepDescriptor, target: TargetForward
@@ -229,7 +240,7 @@ class ModelRunner:
             self._rows.set_row(new)
             self._states.set_row(new)
             self._row_info[new.row] = new
-            self._draft_methods[new.row] = NO_METHOD
+            self._draft_methods.pop(new.row, None)
         self._block_tables.apply(plan.block_table_updates)
         self._rows.set_drafts(plan.host_drafts)
 
@@ -277,10 +288,19 @@ class ModelRunner:
             draft_distributions=self._rule.draft_distributions,
         )
 
+    def _methods_of(self, rows: Sequence[int]) -> list[str]:
+        """Who made the drafts that stand in them."""
+        if not self._draft_methods:
+            return [NO_METHOD] * len(rows)
+        return [self._draft_methods.get(row, NO_METHOD) for row in rows]
+
     def _remember_methods(self, scheduled: Sequence[ScheduledRequest]) -> None:
         """Who made the drafts that stand in the rows now."""
         for entry in scheduled:
-            self._draft_methods[entry.row] = entry.method if entry.num_next_drafts else NO_METHOD
+            if entry.num_next_drafts > 0:
+                self._draft_methods[entry.row] = entry.method
+            elif self._draft_methods:
+                self._draft_methods.pop(entry.row, None)
 
     def _prompt_logprobs(self, target: TargetPass) -> dict[int, LogprobsTensors]:
         """By batch index, for prefill chunks whose request asks: rows predict the prompt tokens after them."""
@@ -310,6 +330,7 @@ class ModelRunner:
         return LogprobsTensors.concatenate(parts)
 
     def _pending(self, target: TargetPass, tensors: StepTensors, drafter_errors: list[bool]) -> PendingOutput:
+        self._copies_apart = True
         infos = [self._row_info[row] for row in target.batch.row_list]
         return PendingOutput(
             target.plan.step,

@@ -1,16 +1,18 @@
 """From device tensors of a finished step to plain data, without making the device or the next step wait.
 
-On CUDA the small result tensors leave on a copy stream as soon as the step has produced them; `result` waits for
-that copy alone. On CPU everything is there already.
+On CUDA the small result tensors leave as soon as the step has produced them: on a copy stream, or, where the next step
+will write to where they lie, on the step's own. `result` waits for that copy alone. On CPU everything is there already.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from engine.kernels.pack_results import NUM_COUNTS
 from engine.messages import PositionLogprobs
 from engine.sampling.logprobs import LogprobsTensors
 from engine.step import GraphKind, RowResult, ScheduledRequest, StepOutput
@@ -58,7 +60,9 @@ class PendingOutput:
         if copy_stream is None:
             self._host = tensors
             return
-        copy_stream.wait_stream(torch.cuda.current_stream(copy_stream.device))
+        compute_stream = torch.cuda.current_stream(copy_stream.device)
+        if copy_stream != compute_stream:
+            copy_stream.wait_stream(compute_stream)
         with torch.cuda.stream(copy_stream):
             self._host = _to_host(tensors, copy_stream)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -67,26 +71,26 @@ class PendingOutput:
     def result(self) -> StepOutput:
         """Wait for the copy and build the output, in the order of the plan."""
         if self._event is not None:
-            self._event.synchronize()  # sync: the copy stream only, never the compute stream
+            began_at = time.perf_counter()
+            self._event.synchronize()  # sync: this step's copy, nothing that was launched behind it
+            self._phase_seconds["wait"] = time.perf_counter() - began_at
         host = self._host
         results = host.results.tolist()  # sync: host memory
-        rows = []
-        for result, draft_method, drafter_error in zip(
-            results, self._draft_methods, self._drafter_errors, strict=True
-        ):
-            emitted, num_drafts, num_accepted, num_next_drafts, is_bad, is_bad_draft, *token_ids = result
-            rows.append(
-                RowResult(
-                    token_ids=token_ids[:emitted],
-                    num_drafted=num_drafts,
-                    num_accepted=num_accepted,
-                    draft_method=draft_method,
-                    nan_target=bool(is_bad),
-                    nan_draft=bool(is_bad_draft),
-                    drafter_error=drafter_error,
-                    num_next_drafts=num_next_drafts,
-                )
+        rows = [
+            RowResult(
+                token_ids=result[NUM_COUNTS : NUM_COUNTS + result[0]],
+                num_drafted=result[1],
+                num_accepted=result[2],
+                draft_method=draft_method,
+                nan_target=result[4] != 0,
+                nan_draft=result[5] != 0,
+                drafter_error=drafter_error,
+                num_next_drafts=result[3],
             )
+            for result, draft_method, drafter_error in zip(
+                results, self._draft_methods, self._drafter_errors, strict=True
+            )
+        ]
         if host.next_drafts is not None:
             for row, next_drafts in zip(rows, host.next_drafts.tolist(), strict=True):  # sync: host memory
                 row.next_draft_ids = next_drafts[: row.num_next_drafts]

@@ -15,9 +15,9 @@ import torch
 
 from engine.batch.input_batch import BatchLayout, lay_out_decode
 from engine.cudagraph import MAX_GRAPH_CONTEXT, CaptureQueue, CudaGraphManager, sizes_up_to, smallest_size
-from engine.device import to_device
+from engine.device import fill
 from engine.request import NO_METHOD
-from engine.sampling.features import SAMPLING_KINDS, SamplingKind, most_general
+from engine.sampling.features import SAMPLING_KINDS, SamplingKind
 from engine.sampling.states import SamplingStates
 from engine.spec_decode.speculator import SpeculatorNeeds
 from engine.step import ScheduledRequest, StepPlan
@@ -78,8 +78,9 @@ class StepGraphs(CudaGraphManager[StepDescriptor]):
         self._states = states
         self._needs = needs
         self._max_seq_len = min(limits.max_seq_len, MAX_GRAPH_CONTEXT)
-        self._padding = np.array([[limits.num_reqs], [0], [0]], dtype=np.int64)
-        self._inputs = torch.zeros(3, limits.num_reqs, dtype=torch.int64, device=device)
+        most = _even(limits.num_reqs)
+        self._padding = np.array([[limits.num_reqs], [0], [0]], dtype=np.int64).repeat(most, axis=1)
+        self._inputs = torch.zeros(3 * most, dtype=torch.int64, device=device)
         self._layouts: dict[StepDescriptor, BatchLayout] = {}
         self._results: dict[StepDescriptor, torch.Tensor] = {}
         captures.plan(self, self._planned())
@@ -91,21 +92,22 @@ class StepGraphs(CudaGraphManager[StepDescriptor]):
 
     def step(self, descriptor: StepDescriptor, scheduled: Sequence[ScheduledRequest]) -> torch.Tensor:
         """Replay for these requests. Returns their packed results, valid until the next step."""
-        inputs = np.repeat(self._padding, descriptor.num_reqs, axis=1)
-        inputs[:, : len(scheduled)] = (
-            [entry.row for entry in scheduled],
-            [entry.num_drafts for entry in scheduled],
-            [entry.num_next_drafts if entry.method == descriptor.method else 0 for entry in scheduled],
-        )
-        self._inputs[:, : descriptor.num_reqs].copy_(to_device(inputs, self._inputs.device))
+        inputs, num_reqs = self._padding_of(descriptor), len(scheduled)
+        inputs[0, :num_reqs] = [entry.row for entry in scheduled]
+        if descriptor.num_drafts > 0:
+            inputs[1, :num_reqs] = [entry.num_drafts for entry in scheduled]
+            inputs[2, :num_reqs] = [
+                entry.num_next_drafts if entry.method == descriptor.method else 0 for entry in scheduled
+            ]
+        fill(self._inputs_of(descriptor), inputs)
         self.replay(descriptor)
         return self._results[descriptor][: len(scheduled)]
 
     def prepare(self, descriptor: StepDescriptor) -> None:
-        padding = np.repeat(self._padding, self._limits.num_reqs, axis=1)
-        self._inputs.copy_(to_device(padding, self._inputs.device))
+        inputs = self._inputs_of(descriptor)
+        fill(inputs, self._padding_of(descriptor))
         # Made here, because what is constant in it need not be computed again by every replay.
-        rows, planned_drafts, wanted_drafts = self._inputs[:, : descriptor.num_reqs].unbind()
+        rows, planned_drafts, wanted_drafts = inputs[:, : descriptor.num_reqs].unbind()
         self._layouts[descriptor] = lay_out_decode(
             rows,
             planned_drafts,
@@ -116,6 +118,16 @@ class StepGraphs(CudaGraphManager[StepDescriptor]):
 
     def run(self, descriptor: StepDescriptor) -> None:
         self._results[descriptor] = self._run_step(self._layouts[descriptor], descriptor)
+
+    def _inputs_of(self, descriptor: StepDescriptor) -> torch.Tensor:
+        """[3, num_reqs, made even] int64: rows, drafts to verify, drafts to make. Dense, so that one copy fills it;
+        even, so that each is aligned to 16 bytes: kernels are compiled anew for other alignments."""
+        width = _even(descriptor.num_reqs)
+        return self._inputs[: 3 * width].view(3, width)
+
+    def _padding_of(self, descriptor: StepDescriptor) -> np.ndarray:
+        """Such inputs of nobody, to be changed."""
+        return self._padding[:, : _even(descriptor.num_reqs)].copy()
 
     def _planned(self) -> list[StepDescriptor]:
         """Greedy steps of every size and method at full length; what else batches need, they ask for."""
@@ -135,16 +147,11 @@ class StepGraphs(CudaGraphManager[StepDescriptor]):
         """The shape that fits best; None for a step that is no uniform decode."""
         if plan.needs_host_inputs or plan.chunks:
             return None
-        entries, states = plan.scheduled, self._states
-        kinds: set[SamplingKind] = set()
-        for entry in entries:
-            kind = states.sampling_kind(entry.row)
-            if kind is None or states.wants_logprobs(entry.row) or entry.draft_feed is not None:
-                return None
-            kinds.add(kind)
+        entries = plan.scheduled
+        kind = self._states.common_kind([entry.row for entry in entries])
         method = self._common_method(entries)
         max_seq_len = max([entry.max_seq_len for entry in entries])
-        if method is None or max_seq_len > self._max_seq_len:
+        if kind is None or method is None or max_seq_len > self._max_seq_len:
             return None
         num_verified = max([entry.num_drafts for entry in entries])
         num_wanted = max([entry.num_next_drafts for entry in entries if entry.method == method], default=0)
@@ -155,7 +162,7 @@ class StepGraphs(CudaGraphManager[StepDescriptor]):
             method=method,
             num_reqs=smallest_size(len(entries), self._limits.num_reqs),
             num_drafts=0 if num_drafts == 0 else smallest_size(num_drafts, most),
-            sampling=most_general(kinds),
+            sampling=kind,
             max_seq_len=self._context(max_seq_len),
         )
 
@@ -165,9 +172,11 @@ class StepGraphs(CudaGraphManager[StepDescriptor]):
 
     def _common_method(self, entries: Sequence[ScheduledRequest]) -> str | None:
         """The one method of the device that runs in the step; "none": there is no such; None: several, or one with KV
-        of its own that some requests do not use: their rows have no blocks for it."""
+        of its own that some requests do not use: their rows have no blocks for it; or one that has to catch up."""
         if not self._needs:
             return NO_METHOD
+        if any(entry.draft_feed is not None for entry in entries):
+            return None
         methods = {entry.keeps_up for entry in entries if entry.keeps_up in self._needs}
         for entry in entries:
             needs = self._needs.get(entry.method)
@@ -183,3 +192,7 @@ class StepGraphs(CudaGraphManager[StepDescriptor]):
         ):
             return None
         return method
+
+
+def _even(number: int) -> int:
+    return number + number % 2

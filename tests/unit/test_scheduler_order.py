@@ -202,7 +202,7 @@ def test_blocks_that_come_back_with_the_steps_in_flight_are_waited_for() -> None
     harness.collect()
     plan = harness.launch()
     assert plan is not None
-    assert [entry.max_seq_len for entry in plan.scheduled] == [5], "the first takes the last free block"
+    assert [entry.max_seq_len for entry in plan.scheduled] == [8], "the first takes the last free block"
     assert running(harness) == ["r0", "r1", "r2"]
     assert harness.scheduler.stats().num_preemptions_total == 1
     harness.run()
