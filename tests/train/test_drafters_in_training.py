@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ from tests.support.tiny_drafters import Workshop, shared_workshop
 from tools.train.eagle3 import Eagle3ForTraining, head_config
 from tools.train.export import write_checkpoint
 from tools.train.gemma4_assistant import AssistantForTraining, assistant_config
-from tools.train.rows import Document, pack_documents
+from tools.train.rows import Batch, Document, pack_documents
 
 K = 4
 CPU = torch.device("cpu")
@@ -75,25 +77,80 @@ def test_an_assistant_drafts_in_the_engine_what_it_learned_to(
     check_rounds(rounds, module, torch.arange(workshop.loaded.model.vocab_size))
 
 
-def test_a_head_drafts_in_the_engine_what_it_learned_to(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    workshop = shared_workshop(tmp_path_factory)
+@dataclass
+class Head:
+    """A head with random weights that were made larger. `batch`: what it was calibrated on."""
+
+    raw: dict[str, Any]
+    module: Eagle3ForTraining
+    batch: Batch
+
+    def logits(self) -> torch.Tensor:
+        """[K, num_tokens, draft_vocab_size]"""
+        with torch.no_grad():
+            return torch.stack(self.module.draft_logits(self.batch, K)[0])
+
+
+def make_head(
+    workshop: Workshop,
+    *,
+    shares_target_head: bool = False,
+    seed: int = 0,
+    num_ids: int = 100,
+    intermediate_size: int = 40,
+) -> Head:
     target = workshop.loaded.model
     raw = head_config(
         workshop.loaded.raw_config,
-        intermediate_size=40,
-        draft_vocab_size=100,
+        intermediate_size=intermediate_size,
+        draft_vocab_size=num_ids,
         aux_layers=[0, 1, 1],
         dtype="float64",
+        shares_target_head=shares_target_head,
     )
-    torch.manual_seed(0)
-    target_ids = torch.randperm(target.vocab_size)[:100].sort().values
+    torch.manual_seed(seed)
+    target_ids = torch.randperm(target.vocab_size)[:num_ids].sort().values
     module = Eagle3ForTraining(raw, target, target_ids, torch.float64, CPU)
     for parameter in module.parameters():
         parameter.data.mul_(3.0)
-    rows = pack_documents([Document(prompt) for prompt in workshop.prompts], 40, seed=0)
-    module.calibrate(rows.batch(np.arange(len(rows)), CPU))
-    write_checkpoint(tmp_path, raw, module.checkpoint())
+    rows = pack_documents([Document(prompt) for prompt in workshop.prompts], 40, seed=seed)
+    batch = rows.batch(np.arange(len(rows)), CPU)
+    module.calibrate(batch)
+    return Head(raw, module, batch)
+
+
+@pytest.mark.parametrize("shares_target_head", [False, True])
+def test_a_head_drafts_in_the_engine_what_it_learned_to(
+    shares_target_head: bool, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    workshop = shared_workshop(tmp_path_factory)
+    head = make_head(workshop, shares_target_head=shares_target_head)
+    weights = head.module.checkpoint()
+    assert ("lm_head.weight" not in weights) == shares_target_head
+    write_checkpoint(tmp_path, head.raw, weights)
     rounds = run_engine(workshop, SpeculatorConfig(method="eagle3", model=str(tmp_path), k=K), "eagle3")
-    check_rounds(rounds, module, target_ids)
+    check_rounds(rounds, head.module, head.module.target_ids)
+
+
+@pytest.mark.parametrize("shares_target_head", [False, True])
+def test_a_head_that_begins_with_another_drafts_as_it_does(
+    shares_target_head: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    workshop = shared_workshop(tmp_path_factory)
+    other = make_head(workshop, shares_target_head=shares_target_head)
+    every = workshop.loaded.model.vocab_size
+    head = make_head(workshop, shares_target_head=shares_target_head, seed=1, num_ids=every)
+    head.batch = other.batch
+    assert (head.logits()[..., other.module.target_ids] - other.logits()).abs().max() > 0.1
+    head.module.begin_with(other.module.checkpoint())
+    assert (head.logits()[..., other.module.target_ids] - other.logits()).abs().max() < TOLERANCE
+
+
+def test_a_head_of_other_sizes_is_nothing_to_begin_with(tmp_path_factory: pytest.TempPathFactory) -> None:
+    workshop = shared_workshop(tmp_path_factory)
+    other = make_head(workshop, intermediate_size=24).module.checkpoint()
+    with pytest.raises(ValueError, match=r"mlp\.gate_proj\.weight: got \[24, 32\], expected \[40, 32\]"):
+        make_head(workshop).module.begin_with(other)
+    del other["fc.weight"]
+    with pytest.raises(ValueError, match=r"fc\.weight: got nothing, expected \[32, 96\]"):
+        make_head(workshop).module.begin_with(other)

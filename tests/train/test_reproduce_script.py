@@ -90,6 +90,14 @@ def test_results_of_all_stages_come_back_as_one_archive_in_pieces(script: Script
     }
 
 
+def test_a_broad_head_is_made_of_what_the_target_asks_itself(script: Script) -> None:
+    assert script.run("broad_text", "broad_eagle") == 0
+    assert script.stages == ["ask", "sample", "eagle"]
+    assert members(script) == {
+        f"{name}/made.jsonl.gz" for name in ("asked", "broad-text", "smollm2-eagle3-broad")
+    }
+
+
 def members(script: Script) -> set[str]:
     pieces = sorted((script.folder / "out").iterdir())
     assert all(piece.stat().st_size <= 30000 for piece in pieces)

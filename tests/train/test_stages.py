@@ -15,12 +15,13 @@ from tests.support.engine_harness import Harness
 from tests.support.tiny_drafters import shared_workshop
 from tests.support.training_bench import ROW_LENGTH, Workbench, report_of
 from tools.train.__main__ import main
+from tools.train.asking import read_asked
 from tools.train.budget import Limit
 from tools.train.data import drafter_rows
 from tools.train.draft_tasks import AssistantTask
 from tools.train.loop import LoopSettings, Trainer
 from tools.train.recipes import ASSISTANT_OPTIMISER, FULL, SLIDING
-from tools.train.samples import Sample, SampleWriter
+from tools.train.samples import Sample, SampleWriter, read_samples
 
 LONG_RUN, SHORT_RUN = 150, 6  # steps
 
@@ -93,7 +94,21 @@ def test_a_run_that_goes_on_ends_where_an_unbroken_one_does(
     assert all(torch.equal(weight, broken[name]) for name, weight in unbroken.items())
 
 
-def test_a_head_is_accepted_after_training_on_what_its_target_wrote(
+def test_a_target_writes_prompts_and_answers_them(bench: Workbench, tmp_path: Path) -> None:
+    engine = ["--model", bench.folder / "target", "--device", "cpu", "--num-seqs", 8, "--max-model-len", 128]
+    limits = ["--time-limit", 600, "--limit", 24, "--max-tokens", 24]
+    bench.run("ask", *engine, *limits, "--output", tmp_path / "asked")
+    asked = read_asked([tmp_path / "asked"])
+    assert asked
+    bench.run(
+        *("sample", *engine, *limits, "--kinds", "broad", "--asked", tmp_path / "asked"),
+        *("--output", tmp_path / "text"),
+    )
+    answered = {sample.prompt for sample in read_samples([tmp_path / "text"])}
+    assert answered & {prompt for prompts in asked.values() for prompt in prompts}
+
+
+def test_a_head_is_accepted_after_training_on_what_its_target_wrote_and_some_more(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     workshop = shared_workshop(tmp_path_factory)
@@ -111,10 +126,16 @@ def test_a_head_is_accepted_after_training_on_what_its_target_wrote(
             )
         )
     writer.flush()
-    arguments = f"""eagle --target {workshop.target_path} --samples {tmp_path / "text"} --output {tmp_path / "head"}
-        --state {tmp_path / "state"} --steps {LONG_RUN} --rows 4 --row-length {ROW_LENGTH} --intermediate-size 40
-        --draft-vocab-size 200 --draft-steps 3 --learning-rate 0.02 --table-learning-rate 0.01 --device cpu"""
-    assert main(arguments.split()) == 0
+    common = f"""eagle --target {workshop.target_path} --samples {tmp_path / "text"} --rows 4 --row-length {ROW_LENGTH}
+        --intermediate-size 40 --draft-vocab-size 200 --draft-steps 3 --learning-rate 0.02
+        --table-learning-rate 0.01 --device cpu"""
+    for head, steps, more in (
+        ("first", LONG_RUN, ""),
+        ("head", SHORT_RUN, f"--init {tmp_path / 'first'} --share-target-head"),
+    ):
+        folders = f" --output {tmp_path / head} --state {tmp_path / head}-state --steps {steps} "
+        assert main((common + folders + more).split()) == 0
+    assert report_of(tmp_path / "head")["began_with"] == "first"
     config = SpeculatorConfig(method="eagle3", model=str(tmp_path / "head"), k=3)
     results = Harness(workshop.core([config])).run(workshop.requests("greedy", [(None, None)]))
     emitted = [seen.num_emitted for result in results.values() for seen in result.spec]

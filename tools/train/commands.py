@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,14 @@ from engine.config import ModelConfig
 from engine.models.loader import load_model
 from engine.spec_decode.gemma4 import DEFAULT_POSITION_POLICY, POSITION_POLICIES
 from tools.train import evaluate, recipes
+from tools.train.asking import ARTICLE, leads, open_turn, read_asked
 from tools.train.budget import Limit
 from tools.train.data import drafter_rows, target_data
 from tools.train.draft_tasks import AssistantTask, DraftTask, Eagle3Task
 from tools.train.loop import LoopSettings, Task, Trainer
 from tools.train.optimiser import OptimiserSettings
-from tools.train.prompts import PromptSource, questions_of
-from tools.train.sampling import SamplingPlan, sample_answers
+from tools.train.prompts import Prompt, PromptSource, questions_of
+from tools.train.sampling import Render, SamplingPlan, one_turn, sample_answers
 from tools.train.target_task import TargetTask
 from tools.train.text_files import read_documents
 from tools.train.tokenizer import train_tokenizer, write_tokenizer
@@ -58,7 +59,7 @@ def _run_tokenizer(options: argparse.Namespace) -> None:
 # ---- sample ---------------------------------------------------------------------------------------------------------
 
 
-def _sample_arguments(parser: argparse.ArgumentParser) -> None:
+def _engine_arguments(parser: argparse.ArgumentParser, max_tokens: Sequence[int], temperature: float) -> None:
     parser.add_argument("--model", required=True, help="directory or GGUF file")
     parser.add_argument("--tokenizer", help="folder; default: the model's own")
     parser.add_argument("--output", type=Path, required=True, help="folder for *.jsonl.gz")
@@ -68,21 +69,15 @@ def _sample_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=int, help="answers of each worker at most")
     parser.add_argument("--workers", type=int, default=1, help="engines side by side on the device")
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--kinds", choices=("text", "chat"), default="text", help="which prompts")
-    parser.add_argument(
-        "--sums", type=Path, nargs="*", default=[], help='files of "Question: ... Answer: ..."'
-    )
-    parser.add_argument("--passages", type=Path, nargs="*", default=[], help="text files to ask about")
     parser.add_argument(
         "--max-tokens",
         type=int,
         nargs="+",
-        default=recipes.ANSWER_LENGTHS,
+        default=max_tokens,
         help="of an answer; of several, in turn; default: %(default)s",
     )
     parser.add_argument("--num-seqs", type=int, default=256, help="requests at once, of each worker")
-    parser.add_argument("--greedy-share", type=float, default=0.25)
-    parser.add_argument("--temperature", type=float, default=0.8)
+    parser.add_argument("--temperature", type=float, default=temperature, help="default: %(default)s")
     parser.add_argument("--kv-cache-gib", type=float, help="of each worker")
     parser.add_argument("--max-model-len", type=int, default=1024)
     parser.add_argument("--dtype", default="auto")
@@ -90,20 +85,58 @@ def _sample_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0)
 
 
+def _ask_arguments(parser: argparse.ArgumentParser) -> None:
+    _engine_arguments(parser, [recipes.ASKED_LENGTH], temperature=1.0)
+
+
+def _sample_arguments(parser: argparse.ArgumentParser) -> None:
+    _engine_arguments(parser, recipes.ANSWER_LENGTHS, temperature=0.8)
+    parser.add_argument("--kinds", choices=sorted(recipes.KINDS), default="text", help="which prompts")
+    parser.add_argument(
+        "--sums", type=Path, nargs="*", default=[], help='files of "Question: ... Answer: ..."'
+    )
+    parser.add_argument("--passages", type=Path, nargs="*", default=[], help="text files to ask about")
+    parser.add_argument(
+        "--asked",
+        type=Path,
+        nargs="*",
+        default=[],
+        help="folders of `ask`: prompts, and articles to ask about",
+    )
+    parser.add_argument("--greedy-share", type=float, default=0.25)
+
+
+def _run_ask(options: argparse.Namespace) -> None:
+    _sample(options, leads, open_turn, greedy_share=0.0)
+
+
 def _run_sample(options: argparse.Namespace) -> None:
+    def prompts(seed: int) -> Iterator[Prompt]:
+        asked = read_asked(options.asked)
+        passages = [*read_documents(options.passages), *asked.pop(ARTICLE, [])]
+        sums = questions_of(read_documents(options.sums))
+        weights = recipes.KINDS[options.kinds]
+        return PromptSource(seed, weights, sums, passages, asked).take(held_out=False)
+
+    _sample(options, prompts, one_turn, options.greedy_share)
+
+
+def _sample(
+    options: argparse.Namespace,
+    prompts: Callable[[int], Iterator[Prompt]],
+    render: Render,
+    greedy_share: float,
+) -> None:
+    """`prompts`: by seed."""
     if options.worker is None and options.workers > 1:
         _run_workers(options.workers)
         return
     worker = options.worker or 0
-    weights = recipes.TEXT_KINDS if options.kinds == "text" else recipes.CHAT_KINDS
     seed = options.seed * 1000 + worker
-    source = PromptSource(
-        seed, weights, questions_of(read_documents(options.sums)), read_documents(options.passages)
-    )
     plan = SamplingPlan(
         max_tokens=tuple(options.max_tokens),
         min_tokens=recipes.MIN_ANSWER_TOKENS,
-        temperatures=((0.0, options.greedy_share), (options.temperature, 1.0 - options.greedy_share)),
+        temperatures=((0.0, greedy_share), (options.temperature, 1.0 - greedy_share)),
         num_seqs=options.num_seqs,
         kv_cache_bytes=None if options.kv_cache_gib is None else int(options.kv_cache_gib * 2**30),
         max_model_len=options.max_model_len,
@@ -112,11 +145,9 @@ def _run_sample(options: argparse.Namespace) -> None:
         tokenizer=options.tokenizer,
         seed=seed,
     )
-    prompts = source.take(held_out=False)
     name = f"seed{options.seed}-worker{worker}"
-    print(
-        sample_answers(options.model, plan, prompts, options.output, name, options.time_limit, options.limit)
-    )
+    place = (options.output, name, options.time_limit, options.limit)
+    print(sample_answers(options.model, plan, prompts(seed), render, *place))
 
 
 def _run_workers(count: int) -> None:
@@ -234,6 +265,12 @@ def _eagle_arguments(parser: argparse.ArgumentParser) -> None:
     shape = recipes.HEAD_SHAPE
     parser.add_argument("--intermediate-size", type=int, default=shape["intermediate_size"])
     parser.add_argument("--draft-vocab-size", type=int, default=shape["draft_vocab_size"])
+    parser.add_argument(
+        "--share-target-head",
+        action="store_true",
+        help="draft with the target's output head: the checkpoint has none, so its vocabulary may be large",
+    )
+    parser.add_argument("--init", type=Path, help="folder of a head to begin with, of the same sizes")
 
 
 def _run_assistant(options: argparse.Namespace) -> None:
@@ -247,8 +284,12 @@ def _run_assistant(options: argparse.Namespace) -> None:
 
 
 def _run_eagle(options: argparse.Namespace) -> None:
-    shape = {"intermediate_size": options.intermediate_size, "draft_vocab_size": options.draft_vocab_size}
-    _train(_draft_task(Eagle3Task, options, shape=shape), options, recipes.HEAD_OPTIMISER)
+    shape = {
+        "intermediate_size": options.intermediate_size,
+        "draft_vocab_size": options.draft_vocab_size,
+        "shares_target_head": options.share_target_head,
+    }
+    _train(_draft_task(Eagle3Task, options, shape=shape, init=options.init), options, recipes.HEAD_OPTIMISER)
 
 
 def _draft_task(make: type[DraftTask], options: argparse.Namespace, **own: Any) -> DraftTask:
@@ -275,6 +316,7 @@ STAGES: Mapping[str, Stage] = {
     "tokenizer": Stage(
         "train a byte-level BPE tokenizer on text files", _tokenizer_arguments, _run_tokenizer
     ),
+    "ask": Stage("let a chat model write prompts", _ask_arguments, _run_ask),
     "sample": Stage("sample answers of a model through the engine", _sample_arguments, _run_sample),
     "target": Stage("train a small Gemma 4 on prose and sampled chats", _target_arguments, _run_target),
     "assistant": Stage("train the MTP assistant of a Gemma 4 target", _assistant_arguments, _run_assistant),

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from engine.models.loader import LoadedModel
@@ -153,12 +154,19 @@ class AssistantTask(DraftTask):
 
 
 class Eagle3Task(DraftTask):
-    """The draft vocabulary is what the rows' answers use most."""
+    """The draft vocabulary is what the rows' answers use most. `init`: folder of a head to begin with."""
 
     table_names: ClassVar = ("lm_head",)
 
     def __init__(
-        self, target: LoadedModel, rows: Rows, greedy: Rows, *, shape: Mapping[str, Any], **options: Any
+        self,
+        target: LoadedModel,
+        rows: Rows,
+        greedy: Rows,
+        *,
+        shape: Mapping[str, Any],
+        init: Path | None = None,
+        **options: Any,
     ) -> None:
         super().__init__(target, rows, greedy, **options)
         model = target.model
@@ -172,6 +180,9 @@ class Eagle3Task(DraftTask):
         self._module = Eagle3ForTraining(self._raw, model, target_ids, target.dtype, self.device)
         self.module: nn.Module = self._module
         self._module.calibrate(rows.batch(np.arange(min(len(rows), self._rows_per_step)), self.device))
+        self._init = init
+        if init is not None:
+            self._module.begin_with(load_file(init / "model.safetensors"))
         draft_ids = torch.full((model.vocab_size,), -1, dtype=torch.int64)
         draft_ids[target_ids] = torch.arange(len(target_ids))
         self._draft_ids = draft_ids.to(self.device)  # [vocab_size], by target id
@@ -194,4 +205,5 @@ class Eagle3Task(DraftTask):
         write_checkpoint(folder, self._raw, self._module.checkpoint())
 
     def describe(self, num_steps: int) -> dict[str, Any]:
-        return {"draft_vocab_coverage": round(self._coverage, 4), **super().describe(num_steps)}
+        began = {} if self._init is None else {"began_with": self._init.name}
+        return {"draft_vocab_coverage": round(self._coverage, 4), **began, **super().describe(num_steps)}

@@ -47,9 +47,11 @@ def head_config(
     draft_vocab_size: int,
     aux_layers: Sequence[int],
     dtype: str,
+    shares_target_head: bool = False,
 ) -> dict[str, Any]:
     """config.json of a head. `target`: that of the target."""
     own = {key: target[key] for key in _CONFIG_KEYS if target.get(key) is not None}
+    shared = {"shares_target_head": True} if shares_target_head else {}
     return own | {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
@@ -61,6 +63,7 @@ def head_config(
         "attention_bias": False,
         "mlp_bias": False,
         "eagle_aux_hidden_state_layer_ids": list(aux_layers),
+        **shared,
     }
 
 
@@ -134,7 +137,9 @@ def _by_row(parts: Sequence[torch.Tensor], num_rows: int) -> torch.Tensor:
 
 
 class Eagle3ForTraining(nn.Module):
-    """A head. `target_ids`: [draft_vocab_size] int64, ascending, the tokens that it can draft."""
+    """A head. `target_ids`: [draft_vocab_size] int64, ascending, the tokens that it can draft. It has an output head of
+    its own, which begins as the target's, unless the config says that it shares the target's.
+    """
 
     def __init__(
         self,
@@ -151,7 +156,9 @@ class Eagle3ForTraining(nn.Module):
         self.fc = nn.Linear(len(self.aux_layers) * size, size, bias=False)
         self.midlayer = _MidLayer(self.config)
         self.norm = nn.RMSNorm(size, self.config.rms_norm_eps)
-        self.lm_head = nn.Linear(size, len(target_ids), bias=False)
+        self._has_own_head = not raw.get("shares_target_head", False)
+        if self._has_own_head:
+            self.lm_head = nn.Linear(size, len(target_ids), bias=False)
         init_weights(self)
         self.to(device=device, dtype=dtype)
         self._rotary = RotaryEmbedding(self.config.rope, dtype=dtype, device=device)
@@ -161,7 +168,8 @@ class Eagle3ForTraining(nn.Module):
         with torch.no_grad():
             self.norm.weight.fill_(_INIT_NORM)
             self._target_head = head_rows(target, self.target_ids)  # [draft_vocab_size, hidden_size]
-            self.lm_head.weight.copy_(self._target_head)
+            if self._has_own_head:
+                self.lm_head.weight.copy_(self._target_head)
 
     def draft_logits(self, batch: Batch, num_steps: int) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Logits over the draft vocabulary of each step, [num_tokens, draft_vocab_size] each: row t, step i guesses the
@@ -181,7 +189,8 @@ class Eagle3ForTraining(nn.Module):
             rotation = self._rotary(positions + step)
             hidden, keys_values = self.midlayer(target.embed(token_ids), hidden, rotation, before, bias)
             before.append(keys_values)
-            logits.append(self.lm_head(self.norm(hidden)))
+            output_head = self.lm_head.weight if self._has_own_head else self._target_head
+            logits.append(F.linear(self.norm(hidden), output_head))
         return logits, run.hidden
 
     @torch.no_grad()
@@ -192,6 +201,35 @@ class Eagle3ForTraining(nn.Module):
         wide = aux.to(torch.promote_types(aux.dtype, torch.float32))
         size = wide[batch.is_learned.flatten()].square().mean(dim=0).sqrt()
         self._aux_scale = (1.0 / size.clamp(min=1e-3)).to(self._aux_scale.dtype)
+
+    @torch.no_grad()
+    def begin_with(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Take over what another head has learned, after `calibrate`. `weights`: its checkpoint. Of its output head the
+        rows of tokens that both can draft. Raises ValueError for tensors that are missing or of other shapes."""
+        own = self.state_dict()
+        given = {name.replace("layers.0.", "midlayer."): weight for name, weight in weights.items()}
+        for name, weight in own.items():
+            if name == "lm_head.weight":
+                self._take_head_rows(given)
+                continue
+            shape = list(given[name].shape) if name in given else "nothing"
+            if shape != list(weight.shape):
+                raise ValueError(
+                    f"the head to begin with, {name}: got {shape}, expected {list(weight.shape)}"
+                )
+            scale = self._aux_scale.cpu().to(given[name].dtype) if name == "fc.weight" else 1.0
+            weight.copy_(given[name] / scale)
+
+    def _take_head_rows(self, given: Mapping[str, torch.Tensor]) -> None:
+        if "lm_head.weight" not in given:
+            return
+        given_ids = given["d2t"] + torch.arange(len(given["d2t"]))
+        places = torch.full((self.config.vocab_size,), -1, dtype=torch.int64)
+        places[given_ids] = torch.arange(len(given_ids))
+        place = places[self.target_ids.cpu()]
+        rows = given["lm_head.weight"][place[place >= 0]]
+        head = self.lm_head.weight
+        head[(place >= 0).to(head.device)] = rows.to(device=head.device, dtype=head.dtype)
 
     def _joined_aux(self, run: TargetRun) -> torch.Tensor:
         """[num_tokens, len(aux_layers) * hidden_size]"""

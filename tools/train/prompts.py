@@ -1,16 +1,19 @@
 """Prompts to sample training text with: seeded, of several kinds, and split into training and held-out ones.
 
-Kinds that need text (sums, passages) take it from files; the rest is put together from tables. A prompt is held out by
+Kinds that need text (sums, passages, what a model asked itself) take it from files; the rest is put together from
+tables. A prompt is held out by
 its own hash, so that the split does not depend on how many prompts are made.
 """
 
 from __future__ import annotations
 
 import random
+import re
 import tomllib
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,13 @@ _WORDS: dict[str, Any] = tomllib.loads(
 )
 HELD_OUT_SHARE = 50  # one prompt of so many
 _PASSAGE_WORDS = (60, 420)
+_LONG_PASSAGE_WORDS = (300, 600)
+_FEWEST_WORDS = 20
+_WORD_CHARACTERS = 7  # more than a word and its blank have
+_NAME = re.compile(r"(?<=[a-z,] )[A-Z][a-z]+(?: [A-Z][a-z]+)*")  # not the first word of a sentence
+
+# How the user's turn begins that asking.py lets a model go on with: tables of kind, weight, begins, perhaps system.
+LEADS: Sequence[Mapping[str, Any]] = _WORDS["leads"]
 
 
 @dataclass(frozen=True)
@@ -37,16 +47,25 @@ Generator = Callable[[random.Random], str]
 
 
 class PromptSource:
-    """Endless prompts. `sums`: questions of word problems; `passages`: prose to be summarised and asked about."""
+    """Endless prompts. `sums`: questions of word problems; `passages`: prose to be summarised and asked about; `asked`:
+    ready prompts by kind."""
 
     def __init__(
-        self, seed: int, weights: Mapping[str, float], sums: Sequence[str] = (), passages: Sequence[str] = ()
+        self,
+        seed: int,
+        weights: Mapping[str, float],
+        sums: Sequence[str] = (),
+        passages: Sequence[str] = (),
+        asked: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         generators: dict[str, Generator] = dict(_GENERATORS)
-        if sums:
-            generators["sums"] = lambda rng: rng.choice(sums)
+        ready = {kind: texts for kind, texts in {**(asked or {}), "sums": sums}.items() if texts}
+        for kind, texts in ready.items():
+            generators[kind] = partial(_choose, texts=texts)
         if passages:
-            generators["passage"] = lambda rng: _about_passage(rng, passages)
+            generators["passage"] = partial(_about_passage, passages=passages)
+            generators["long_passage"] = partial(_about_long_passage, passages=passages)
+            generators["retrieval"] = partial(_about_found_passages, passages=passages)
         self._generators = {kind: generators[kind] for kind in weights if kind in generators}
         self._weights = [weights[kind] for kind in self._generators]
         self._random = random.Random(seed)
@@ -165,10 +184,7 @@ def _translation(rng: random.Random) -> str:
 
 
 def _about_passage(rng: random.Random, passages: Sequence[str]) -> str:
-    text = rng.choice(passages).split()
-    length = rng.randint(*_PASSAGE_WORDS)
-    start = rng.randrange(max(len(text) - length, 1))
-    excerpt = " ".join(text[start : start + length])
+    excerpt = _excerpt(rng, passages, rng.randint(*_PASSAGE_WORDS))
     return rng.choice(
         (
             f"Summarize: {excerpt}",
@@ -178,6 +194,56 @@ def _about_passage(rng: random.Random, passages: Sequence[str]) -> str:
             f"Read the text and answer the question.\n\n{excerpt}\n\nQuestion: What happens here?",
         )
     )
+
+
+def _about_long_passage(rng: random.Random, passages: Sequence[str]) -> str:
+    text = " ".join(_excerpts(rng, passages, rng.randint(*_LONG_PASSAGE_WORDS)))
+    return rng.choice(
+        (
+            f"Summarize: {text}",
+            f"Summarize: {text}",
+            f"{text}\n\nSummarize the text above.",
+            f"Write a short summary of this text.\n\n{text}",
+            f"What are the most important points of this text?\n\n{text}",
+            f"List all persons and places that are named in this text.\n\n{text}",
+        )
+    )
+
+
+def _about_found_passages(rng: random.Random, passages: Sequence[str]) -> str:
+    """A question behind passages, as of a search, some of which may have nothing to do with it."""
+    found = _excerpts(rng, passages, rng.randint(*_LONG_PASSAGE_WORDS))
+    names = _NAME.findall(rng.choice(found)) or _NAME.findall(" ".join(found)) or ["the author"]
+    question = rng.choice(_WORDS["passage_questions"]).format(name=rng.choice(names))
+    text = "\n".join(found)
+    return rng.choice(
+        (
+            f"{text}\n{question}",
+            f"{text}\n{question[0].lower()}{question[1:]}",
+            f"Answer the question with what these texts say.\n\n{text}\n\nQuestion: {question}",
+            f"{question}\n\n{text}",
+        )
+    )
+
+
+def _excerpts(rng: random.Random, passages: Sequence[str], length: int) -> list[str]:
+    """Together about so many words; articles are short, so several make a long text."""
+    excerpts: list[str] = []
+    while (left := length - sum(len(excerpt.split()) for excerpt in excerpts)) >= _FEWEST_WORDS:
+        excerpts.append(_excerpt(rng, passages, min(left, rng.randint(100, length))))
+    return excerpts
+
+
+def _excerpt(rng: random.Random, passages: Sequence[str], length: int) -> str:
+    """At most so many words of one passage, from anywhere in it."""
+    text = rng.choice(passages)
+    start = rng.randrange(max(len(text) - _WORD_CHARACTERS * length, 1))
+    words = text[start : start + _WORD_CHARACTERS * length].split()[:length]
+    return " ".join(words if start == 0 else words[1:])
+
+
+def _choose(rng: random.Random, texts: Sequence[str]) -> str:
+    return rng.choice(texts)
 
 
 _GENERATORS: Mapping[str, Generator] = {

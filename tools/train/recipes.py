@@ -78,4 +78,23 @@ TEXT_KINDS: Mapping[str, float] = {
     "translation": 0.3,
     "passage": 0.7,
 }
+# For a drafter that shall be good at whatever is asked: most is what the model asked itself (asking.py), and long texts
+# stand before a question.
+BROAD_KINDS: Mapping[str, float] = {
+    "asked": 2.6,
+    "asked_question": 1.5,
+    "asked_translation": 1.2,
+    "passage": 0.6,
+    "long_passage": 1.2,
+    "retrieval": 1.2,
+    "story": 0.5,
+    "question": 0.6,
+    "writing": 0.2,
+    "code": 1.0,
+    "arithmetic": 0.3,
+    "sums": 1.0,
+    "translation": 0.2,
+}
 CHAT_KINDS: Mapping[str, float] = {"story": 3.5, "question": 2.2, "writing": 0.6, "arithmetic": 0.5}
+KINDS: Mapping[str, Mapping[str, float]] = {"text": TEXT_KINDS, "chat": CHAT_KINDS, "broad": BROAD_KINDS}
+ASKED_LENGTH = 400  # tokens: an article; questions end by themselves

@@ -44,6 +44,19 @@ text() {  # another SEED adds to what is there
     keep text
 }
 
+# More text for a head, of all kinds of prompts: what SmolLM2 asks itself, long texts with questions, German.
+broad_text() {
+    # shellcheck disable=SC2046
+    train ask --model "$SMOLLM2" $(smollm2_tokenizer) --output "$WORK/asked" --time-limit "${ASK_SECONDS:-22}" \
+        --workers "${WORKERS:-4}" --num-seqs 256 --kv-cache-gib 8 --seed "${SEED:-0}"
+    # shellcheck disable=SC2046
+    train sample --model "$SMOLLM2" $(smollm2_tokenizer) --output "$WORK/broad-text" \
+        --time-limit "${BROAD_SECONDS:-92}" --workers "${WORKERS:-4}" --num-seqs 256 --kv-cache-gib 8 --kinds broad \
+        --greedy-share 0.5 --max-model-len 1536 --max-tokens 96 160 256 448 --seed "${SEED:-0}" --asked "$WORK/asked" \
+        --sums "$TEXT/gsm8k_train.txt.xz" --passages "$TEXT/books.txt.xz" "$TEXT/peps.txt.xz"
+    keep asked broad-text
+}
+
 target() {
     train target --text "$TEXT/books.txt.xz" "$TEXT/peps.txt.xz" "$TEXT/gsm8k_train.txt.xz" --samples "$WORK/text" \
         --tokenizer "${TOKENIZER:-$WORK/tokenizer}" --output "$WORK/tiny-gemma4" --state "$WORK/states/target" \
@@ -70,6 +83,14 @@ eagle() {
     train eagle --target "$SMOLLM2" --samples "$WORK/text" --output "$WORK/smollm2-eagle3" \
         --state "$WORK/states/eagle" --time-limit "${EAGLE_SECONDS:-230}"
     keep smollm2-eagle3
+}
+
+broad_eagle() {  # begins with the head of `eagle`
+    train eagle --target "$SMOLLM2" --samples "$WORK/broad-text" "$WORK/text" --init "$WORK/smollm2-eagle3" \
+        --share-target-head --draft-vocab-size 16384 --rows 16 --row-length 1280 --draft-steps 4 \
+        --learning-rate 0.0015 --table-learning-rate 0.0003 --time-limit "${BROAD_EAGLE_SECONDS:-200}" \
+        --output "$WORK/smollm2-eagle3-broad" --state "$WORK/states/broad-eagle"
+    keep smollm2-eagle3-broad
 }
 
 evaluate() {

@@ -86,11 +86,14 @@ class Rows:
 
 
 def pack_documents(documents: Iterable[Document], row_length: int, seed: int, pad_id: int = 0) -> Rows:
-    """Documents in an order drawn by the seed, as many to a row as fit; one that is too long is cut at its end.
+    """Documents in an order drawn by the seed, as many to a row as fit; one that is too long is cut at its end, and
+    left out if nothing is to be learned from what is left.
 
     Of the 32 rows that are open at a time, a document goes to the first with room for it.
     """
-    kept = [document for document in documents if len(document.token_ids) > document.num_context]
+    kept = [
+        document for document in documents if document.num_context < min(len(document.token_ids), row_length)
+    ]
     order = np.random.default_rng(seed).permutation(len(kept))
     open_rows: list[list[Document]] = []
     lengths: list[int] = []

@@ -7,7 +7,7 @@ computes prompts cannot be replayed as a graph.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from engine.params import SamplingParams
 from tools.train.prompts import Prompt
 from tools.train.samples import Sample, SampleWriter
 
+Render = Callable[[Any, Prompt], str]  # of a tokenizer and a prompt: the text that the model goes on with
 _REPORT_SECONDS = 10.0
 _TOP_K = 64  # bounds what is sorted of each row; as in Gemma's own defaults
 
@@ -77,9 +78,12 @@ def sampling_engine(model: str, plan: SamplingPlan) -> EngineConfig:
 class AnswerSampler:
     """Keeps the engine full of requests and turns what comes back into samples."""
 
-    def __init__(self, core: EngineCore, tokenizer: Any, plan: SamplingPlan, max_model_len: int) -> None:
+    def __init__(
+        self, core: EngineCore, tokenizer: Any, render: Render, plan: SamplingPlan, max_model_len: int
+    ) -> None:
         self._core = core
         self._tokenizer = tokenizer
+        self._render = render
         self._plan = plan
         self._max_model_len = max_model_len
         if max(plan.max_tokens) >= max_model_len:
@@ -118,8 +122,7 @@ class AnswerSampler:
         room = self._plan.num_seqs if limit is None else min(self._plan.num_seqs, limit)
         while len(self._open) < room:
             prompt = next(prompts)
-            message = [{"role": "user", "content": prompt.text}]
-            text = self._tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+            text = self._render(self._tokenizer, prompt)
             prompt_ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
             params = self._params()
             if len(prompt_ids) + params.max_tokens > self._max_model_len:
@@ -176,10 +179,18 @@ class AnswerSampler:
         )
 
 
+def one_turn(tokenizer: Any, prompt: Prompt) -> str:
+    """A chat in which the user has asked, and the model is to answer."""
+    message = [{"role": "user", "content": prompt.text}]
+    rendered: str = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    return rendered
+
+
 def sample_answers(
     model: str,
     plan: SamplingPlan,
     prompts: Iterator[Prompt],
+    render: Render,
     folder: Path,
     name: str,
     seconds: float,
@@ -189,5 +200,5 @@ def sample_answers(
     core = EngineCore(sampling_engine(model, plan))
     tokenizer = load_hf_tokenizer(ModelConfig(model=model, tokenizer=plan.tokenizer))
     print(f"engine ready: {core.model_info.startup_seconds}", flush=True)
-    sampler = AnswerSampler(core, tokenizer, plan, core.model_info.max_model_len)
+    sampler = AnswerSampler(core, tokenizer, render, plan, core.model_info.max_model_len)
     return sampler.run(prompts, SampleWriter(folder, name), seconds, limit)
