@@ -28,7 +28,7 @@ TARGET, ASSISTANT, HEAD = (
 SPECULATOR = f"gemma4_mtp,model={ASSISTANT},positions=last_token"
 BAND = 0.05
 NUM_PROMPTS, MAX_TOKENS, K = 6, 48, 4
-MAX_BYTES = 44_000_000  # 40 MB is what was wanted
+MAX_BYTES = 40_000_000
 
 
 def read_options(target: Path, speculator: str, output: Path, *more: str) -> argparse.Namespace:
