@@ -23,17 +23,22 @@ _LEVELS = None if tl is None else tl.constexpr(10)  # of pairs in such a row
 
 @jit
 def _sum_by_pairs(x, WIDTH: tl.constexpr):
-    """Of x [WIDTH]: [1]."""
+    """Of x [1, WIDTH]: [1]. In two dimensions, which the compiler lays out over fewer registers than one."""
     for level in tl.static_range(_LEVELS):
         if WIDTH >> level >= 2:  # a sum of two has one order only
-            x = tl.sum(tl.reshape(x, [WIDTH >> (level + 1), 2]), axis=1)
-    return x
+            x = tl.sum(tl.reshape(x, [1, WIDTH >> (level + 1), 2]), axis=2)
+    return tl.reshape(x, [1])
 
 
 @jit
 def sum_of_squares(x, WIDTH: tl.constexpr):
     """Of x [WIDTH], a power of two: a scalar or [1], of the type of x."""
-    return _sum_by_pairs(x * x, WIDTH) if WIDTH <= _MAX_PAIRED_SIZE else tl.sum(x * x, axis=0)
+    squares = x * x
+    return (
+        _sum_by_pairs(tl.reshape(squares, [1, WIDTH]), WIDTH)
+        if WIDTH <= _MAX_PAIRED_SIZE
+        else tl.sum(squares)
+    )
 
 
 @jit
@@ -42,8 +47,8 @@ def sum_of_pieces(pieces, PIECES: tl.constexpr):
     two: [1], float32."""
     sums = ()
     for piece in tl.static_range(PIECES):
-        x = tl.reshape(pieces[piece], [pieces[piece].shape[1]]).to(tl.float32)
-        sums += (_sum_by_pairs(x * x, x.shape[0]),)
+        x = pieces[piece].to(tl.float32)
+        sums += (_sum_by_pairs(x * x, x.shape[1]),)
     total = sums[0]
     if PIECES >= 2:
         total += sums[1]

@@ -45,7 +45,7 @@ class PlanBuilder:
         # Of the last token that it may have no KV is needed.
         is_plain = num_drafts == 0 and order is NOTHING and request.message.constraint is None
         if is_plain:
-            max_seq_len = max(max_seq_len, min(num_slots, request.token_limit - 1))
+            max_seq_len = min(num_slots, request.token_limit - 1)
         entry = ScheduledRequest(
             row=request.row,
             num_tokens=num_tokens,

@@ -155,6 +155,7 @@ class FakeDevice:
             assert row.num_computed == len(row.history) - 1, "a decode before the end of the prefill"
             assert entry.num_tokens == 1 + entry.num_drafts
         assert entry.max_seq_len >= row.num_computed + entry.num_tokens
+        self._check_slots(entry, row)
         states = self._write_and_read(entry.row, row, drafts, entry.num_tokens)
         result = RowResult(num_drafted=len(drafts), draft_method=method)
         if entry.is_prefill and row.params.prompt_logprobs is not None:
@@ -168,6 +169,14 @@ class FakeDevice:
             self._keep_up(entry.row, row, entry.start)
             result.drafter_error = not self._feed(entry, row, entry.start)
         return result
+
+    def _check_slots(self, entry: ScheduledRequest, row: _Row) -> None:
+        """All lengths that the entry allows have blocks: kernels may read the table that far."""
+        last = min(entry.max_seq_len, row.token_limit) - 1
+        for group in self._target_groups():
+            assert last // self._block_size in self._tables[group][entry.row], (
+                f"{row.request_id}: no block of group {group} for a length of {entry.max_seq_len}"
+            )
 
     def _write_and_read(self, row_id: int, row: _Row, drafts: list[int], num_tokens: int) -> list[int]:
         """Store the scheduled tokens, then check all keys that they read. Returns the state after each
