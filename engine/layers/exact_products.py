@@ -19,7 +19,8 @@ import torch
 
 from engine.kernels.skinny_linear import MAX_ROWS, Tiling, skinny_linear
 
-TRIED_ROWS = (*range(1, 257), *range(272, 1025, 16), *range(1088, 4097, 64))
+# Every number up to 64, then steps of an eighth: so many rows more cost nothing, and trials take time at start-up.
+TRIED_ROWS = (*range(1, 65), *range(72, 257, 8), *range(288, 1025, 32), *range(1152, 4097, 128))
 MAX_TRIED_ELEMENTS = 1 << 27  # of a result; wider products are tried with fewer rows
 MIN_COMPARED = 1 << 18  # elements; another order of a sum shows in one of some thousand rounded results
 MAX_TRIALS = 16  # inputs of one number of rows
