@@ -1,5 +1,5 @@
 """Python's garbage collector in a process that serves: what was loaded is not looked at again, and what a step makes
-not while it lives.
+is gone before anybody looks.
 
 A tokenizer or torch brings some hundred thousand objects, and a full collection visits all of them: a tenth of a
 second in which a server answers nobody and an engine computes nothing. A step makes a few objects for each of its

@@ -32,7 +32,7 @@ WAITING, RUNNING, FINISHED = RequestStatus
 
 
 class CutRun(Protocol):
-    """What a cutter says of a run: how many tokens stay, and whether the request ends there."""
+    """What a cutter says of a run: how many tokens stay, all unless the request ends, and whether it ends there."""
 
     @property
     def num_kept(self) -> int: ...

@@ -30,7 +30,8 @@ class SpecObservation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepStats(msgspec.Struct, kw_only=True):
-    """One step of the engine. Times in seconds, by phase (schedule, prepare, target, verify, draft, wait, output)."""
+    """One step of the engine. Times in seconds, by phase (schedule, prepare, target, verify, draft, capture, wait,
+    output)."""
 
     step: int = 0
     num_scheduled_tokens: int = 0

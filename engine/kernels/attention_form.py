@@ -13,12 +13,11 @@ import torch
 from engine.kernels.triton_support import next_power_of_2, shared_memory_bytes
 
 MAX_SHORT_QUERY_LEN = 16  # query tokens of a request; longer chunks have parallelism enough
-ENOUGH_PROGRAMS = (
-    128  # requests times KV heads: about one for each multiprocessor, and contexts need no splits
-)
-MAX_WHOLE_CONTEXT = (
-    2048  # keys; longer contexts are split anyway: lengths differ, and the longest would be waited for
-)
+# Requests times KV heads: about one for each multiprocessor, and contexts need no splits.
+ENOUGH_PROGRAMS = 128
+# Keys; longer contexts are split among more programs: lengths differ, and the longest would be waited for.
+MAX_WHOLE_CONTEXT = 2048
+MAX_SCRATCH_ELEMENTS = 1 << 28  # of the weighted sums of segments: 1 GiB, and kernels count them in 32 bits
 
 
 @dataclass(frozen=True)
@@ -29,9 +28,8 @@ class Form:
     span: int  # segments of a program; 0: all
     num_warps: int
     num_stages: int
-    max_registers: int | None = (
-        None  # of a thread, where the compiler would take so many that fewer programs run
-    )
+    # Of a thread, where the compiler would take so many that fewer programs run.
+    max_registers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -67,15 +65,32 @@ def choose_form(
 ) -> Form:
     if max_query_len > MAX_SHORT_QUERY_LEN:
         is_wide = shape.row_bytes <= 512 and _wide_tiles_sum_alike(device)
-        return Form(64 if is_wide else 32, 0, 4 if shape.row_bytes <= 256 else 8, 2)
+        tile_rows = _rows_that_fit(64 if is_wide else 32, shape, device)
+        return Form(tile_rows, 0, 4 if shape.row_bytes <= 256 else 8, 2)
     num_programs = num_reqs * num_kv_heads
-    if num_programs < ENOUGH_PROGRAMS or max_seq_len > MAX_WHOLE_CONTEXT:
+    num_rows = num_programs * max_query_len * shape.group
+    num_elements = num_rows * -(-max_seq_len // segment_size(shape, device)) * shape.head_size
+    enough = ENOUGH_PROGRAMS if max_seq_len <= MAX_WHOLE_CONTEXT else 4 * ENOUGH_PROGRAMS
+    if num_programs < enough and num_elements < MAX_SCRATCH_ELEMENTS:
         return Form(16, 1, 4 if shape.row_bytes <= 256 else 8, 1)
     is_tall = max_query_len * next_power_of_2(shape.group) > 16
     # Large heads: with one program on each multiprocessor eight warps are faster, with several of them four.
     num_warps = 4 if shape.row_bytes <= (512 if num_programs > 2 * ENOUGH_PROGRAMS else 256) else 8
     is_crowded = shape.row_bytes == 256 and not is_tall  # four programs on a multiprocessor instead of three
-    return Form(32 if is_tall else 16, 0, num_warps, 2, 128 if is_crowded else None)
+    tile_rows = _rows_that_fit(32 if is_tall else 16, shape, device)
+    return Form(tile_rows, 0, num_warps, 2, 128 if is_crowded else None)
+
+
+def _rows_that_fit(num_rows: int, shape: HeadShape, device: torch.device) -> int:
+    """Fewer where shared memory is small: it holds a segment's keys and values, the queries and the weights."""
+    segment = segment_size(shape, device)
+
+    def num_bytes() -> int:
+        return (2 * segment + num_rows) * shape.row_bytes + num_rows * segment * shape.item_bytes
+
+    while num_rows > 16 and num_bytes() > shared_memory_bytes(device):
+        num_rows //= 2
+    return num_rows
 
 
 @functools.cache

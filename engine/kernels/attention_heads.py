@@ -194,6 +194,7 @@ def store_heads(
     assert heads.stride(-1) == 1, "the last dimension must be dense"
     query = torch.empty(num_tokens, num_heads, head_size, dtype=heads.dtype, device=heads.device)
     query_norm, key_norm = layout.query_norm, layout.key_norm
+    assert (query_norm is None) == (key_norm is None) or not num_kv_heads, "both are normed, or neither"
     assert key_norm is None or query_norm is None or key_norm.form == query_norm.form
     no_norm = NormForm(1.0)  # a scale that nobody uses must still be finite
     form = query_norm.form if query_norm is not None else no_norm

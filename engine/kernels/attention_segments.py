@@ -1,9 +1,9 @@
-"""What the attention kernels share: which request a program belongs to, and the merging of a context's segments (in
-exact numerics, whose parts are folded bit for bit alike wherever it happens: `fold`).
+"""What the attention kernels share: which request a program belongs to, and the folding of a context's segments, which
+rounds alike wherever it happens (`fold`).
 
 Query blocks: a block of BLOCK_Q tokens belongs to one request; request r begins at block query_start[r] // BLOCK_Q + r.
 Segments (flash decoding, Dao et al. 2023): programs leave, by (token, head, segment), the weighted sum of values
-partial [.., head_size] and stats [.., 2], the largest score and the sum of weights, all float32. Merging them in order
+partial [.., head_size] and stats [.., 2], the largest score and the sum of weights, all float32. Folding them in order
 makes a row's result independent of its neighbours and of the batch.
 """
 
@@ -134,7 +134,7 @@ def fold_segments_kernel(
 ):
     """One program a (token, head). Reads exactly the segments that hold a key the row sees."""
     begin(OVERLAPS)
-    token = tl.program_id(0)
+    token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     position = tl.load(positions_ptr + token)
     first = 0

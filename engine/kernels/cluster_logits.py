@@ -16,7 +16,7 @@ import torch
 
 from engine.kernels.dependent_launch import begin, launch_options
 from engine.kernels.token_order import id_bits, id_of, key_of, value_of
-from engine.kernels.triton_support import jit, next_power_of_2, tl
+from engine.kernels.triton_support import has_kernel, jit, next_power_of_2, tl
 
 BLOCK_TOKENS, BLOCK_HIDDEN = 32, 256
 
@@ -25,7 +25,7 @@ def cluster_logits(
     hidden: torch.Tensor, head: torch.Tensor, token_ids: torch.Tensor, clusters: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(logits, ids). See the module docstring."""
-    operation = cluster_logits_triton if _has_kernels(hidden) else cluster_logits_reference
+    operation = cluster_logits_triton if has_kernel(hidden) else cluster_logits_reference
     return operation(hidden, head, token_ids, clusters)
 
 
@@ -33,12 +33,8 @@ def first_of_clusters(
     hidden: torch.Tensor, head: torch.Tensor, token_ids: torch.Tensor, clusters: torch.Tensor
 ) -> torch.Tensor:
     """The first token of each row. See the module docstring."""
-    operation = first_of_clusters_triton if _has_kernels(hidden) else first_of_clusters_reference
+    operation = first_of_clusters_triton if has_kernel(hidden) else first_of_clusters_reference
     return operation(hidden, head, token_ids, clusters)
-
-
-def _has_kernels(hidden: torch.Tensor) -> bool:
-    return hidden.is_cuda and hidden.dtype != torch.float64
 
 
 def cluster_logits_reference(

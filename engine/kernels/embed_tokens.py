@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.kernels.dependent_launch import begin, launch_options
-from engine.kernels.triton_support import jit, tl
+from engine.kernels.triton_support import has_kernel, jit, tl
 
 BLOCK = 1024
 
@@ -21,8 +21,9 @@ def embed_tokens(
     token_ids: torch.Tensor, table: torch.Tensor, scale: float, beside: torch.Tensor | None = None
 ) -> torch.Tensor:
     """See the module docstring. `scale`: a number that the table's dtype holds."""
-    has_kernel = table.is_cuda and table.dtype != torch.float64
-    return (embed_tokens_triton if has_kernel else embed_tokens_reference)(token_ids, table, scale, beside)
+    return (embed_tokens_triton if has_kernel(table) else embed_tokens_reference)(
+        token_ids, table, scale, beside
+    )
 
 
 def embed_tokens_reference(
@@ -68,6 +69,7 @@ def embed_tokens_triton(
     assert table.is_contiguous()
     assert token_ids.is_contiguous()
     assert beside is None or (beside.stride(-1) == 1 and beside.dtype == table.dtype)
+    assert beside is None or len(beside) == len(token_ids)
     size, width = table.shape[1], 0 if beside is None else beside.shape[1]
     y = table.new_empty(len(token_ids), size + width)
     if len(token_ids):

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from engine.kernels.dependent_launch import begin, launch_options
 from engine.kernels.rms_norm import NormForm, rms_norm_reference
-from engine.kernels.triton_support import jit, next_power_of_2, tl
+from engine.kernels.triton_support import has_kernel, jit, next_power_of_2, tl
 
 MIX = 2**-0.5
 
@@ -32,8 +32,7 @@ def layer_inputs(
     table_scale: float,
 ) -> torch.Tensor:
     """See the module docstring. `table_scale`: a number that the dtype holds."""
-    has_kernel = context.is_cuda and context.dtype != torch.float64
-    return (layer_inputs_triton if has_kernel else layer_inputs_reference)(
+    return (layer_inputs_triton if has_kernel(context) else layer_inputs_reference)(
         token_ids, context, table, weight, form, context_scale=context_scale, table_scale=table_scale
     )
 

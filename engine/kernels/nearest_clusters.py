@@ -14,13 +14,12 @@ import torch
 from engine.kernels.dependent_launch import begin, launch_options
 from engine.kernels.key_search import last_kept
 from engine.kernels.token_order import id_bits, key_of, load_tokens
-from engine.kernels.triton_support import jit, next_power_of_2, tl
+from engine.kernels.triton_support import has_kernel, jit, next_power_of_2, tl
 
 
 def nearest_clusters(scores: torch.Tensor, num_chosen: int) -> torch.Tensor:
     """See the module docstring."""
-    has_kernel = scores.is_cuda and scores.dtype != torch.float64
-    return (nearest_clusters_triton if has_kernel else nearest_clusters_reference)(scores, num_chosen)
+    return (nearest_clusters_triton if has_kernel(scores) else nearest_clusters_reference)(scores, num_chosen)
 
 
 def nearest_clusters_reference(scores: torch.Tensor, num_chosen: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 
 from engine.kernels.dependent_launch import begin, launch_options
 from engine.kernels.rms_norm import NormForm, rms_norm_reference
-from engine.kernels.triton_support import jit, next_power_of_2, tl
+from engine.kernels.triton_support import has_kernel, jit, next_power_of_2, tl
 
 
 def norm_pairs(
@@ -23,8 +23,7 @@ def norm_pairs(
     form: NormForm,
 ) -> torch.Tensor:
     """See the module docstring."""
-    has_kernel = left.is_cuda and left.dtype != torch.float64
-    operation = norm_pairs_triton if has_kernel else norm_pairs_reference
+    operation = norm_pairs_triton if has_kernel(left) else norm_pairs_reference
     return operation(left, left_weight, right, right_weight, form)
 
 

@@ -37,7 +37,7 @@ from engine.kernels.row_norm import MAX_PAIRED_SIZE, PIECE_SIZE, inverse_rms, su
 from engine.kernels.skinny_linear import OVERLAPPED_BYTES, skinny_linear_reference
 from engine.kernels.triton_support import jit, next_power_of_2, tl
 
-MAX_RESIDENT_BYTES = 72 << 10  # of a program's strip, so that three of them fit on a multiprocessor
+MAX_RESIDENT_BYTES = 72 << 10  # of a program's strip, so that two or three of them fit on a multiprocessor
 MAX_NORMED_FEATURES = MAX_PAIRED_SIZE  # of a row that is normed on the way
 BLOCK_N = 16
 _TILE_ROWS = None if tl is None else tl.constexpr(16)  # the least that the matrix units multiply

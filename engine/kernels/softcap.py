@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import torch
 
-from engine.kernels.triton_support import jit, tl
+from engine.kernels.triton_support import has_kernel, jit, tl
 
 _BLOCK = 2048
 
 
 def softcap(logits: torch.Tensor, cap: float) -> torch.Tensor:
     """See the module docstring."""
-    if logits.is_cuda and logits.dtype != torch.float64:
+    if has_kernel(logits):
         return softcap_triton(logits, cap)
     return softcap_reference(logits, cap)
 

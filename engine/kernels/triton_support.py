@@ -33,6 +33,11 @@ def shared_memory_bytes(device: torch.device) -> int:
     return int(properties["max_shared_mem"])
 
 
+def has_kernel(x: torch.Tensor) -> bool:
+    """For kernels that know half types and float32."""
+    return x.is_cuda and x.dtype != torch.float64
+
+
 def next_power_of_2(value: int) -> int:
     return 1 << (value - 1).bit_length()
 
@@ -42,4 +47,4 @@ def draft_width(num_tokens: int) -> int:
     return max(next_power_of_2(num_tokens), 16)
 
 
-__all__ = ["draft_width", "jit", "next_power_of_2", "shared_memory_bytes", "tl"]
+__all__ = ["draft_width", "has_kernel", "jit", "next_power_of_2", "shared_memory_bytes", "tl"]

@@ -1,7 +1,7 @@
 """Linear layers, plain and fused: a fused one computes several of the checkpoint's projections at once.
 
-On a GPU, products of few rows are kernels of our own, which also do what follows the product, and where W is small the
-norm before it. All others are the library's, or in exact numerics those of engine/layers/exact_products.py.
+On a GPU, products of few rows are kernels of our own, which also do what follows the product, and with one row and a
+small W the norm before it. All others are the library's, or in exact numerics those of engine/layers/exact_products.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rows that are still to be normed: a product of few of them does so in its launch, all others ask for `normed`."""
+"""Rows that are still to be normed: a small product of one row does so in its launch, all others ask for `normed`."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class Gemma4Speculator(AutoRegressiveSpeculator):
         self._model = model
         self._policy = policy
         self._sampler = DraftSampler()
-        self._place: tuple[AttentionContext, Mapping[str, Rotation]] | None = None  # of the newest draft step
+        self._place: tuple[AttentionContext, Mapping[str, Rotation]] | None = None  # of a round of drafts
         self.max_context = model.config.max_position_embeddings
 
     @property
@@ -98,6 +98,9 @@ class Gemma4Speculator(AutoRegressiveSpeculator):
             offset = self._policy.rope_offset
             self._place = attention, self._model.rotations(positions + offset if offset else positions)
         return self._place[1]
+
+    def after_draft_decode(self, drafts: torch.Tensor) -> None:
+        self._place = None  # of a captured round, its memory is the graph's
 
     def feed_back(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._model.feed_back(hidden)

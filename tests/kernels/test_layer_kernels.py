@@ -112,6 +112,16 @@ def test_rotary_tables(size: int, dtype: torch.dtype) -> None:
     assert all(torch.equal(one[0], table[3]) for one, table in zip(alone, tables, strict=True))
 
 
+@pytest.mark.parametrize("size", [576, 1024, 2048, 5376])
+def test_a_norm_after_a_sum_has_the_bits_of_the_norm_alone(size: int) -> None:
+    dtype = DTYPES[-1]
+    x, branch, weight = random(5, size, dtype=dtype), random(5, size, dtype=dtype), random(size, dtype=dtype)
+    form = NormForm(1e-5, rounds_first=True)
+    total, normed = add_rms_norm_triton(x, branch, weight, form)
+    assert torch.equal(normed, rms_norm_triton(total, weight, form))
+    assert torch.equal(normed[2:3], rms_norm_triton(total[2:3], weight, form))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("size", [24, 1030])

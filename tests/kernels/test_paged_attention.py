@@ -16,6 +16,7 @@ pytest.importorskip("triton", reason="triton is not installed on this platform")
 
 from engine.attention.registry import make_attention_backend
 from engine.config import ModelConfig
+from engine.kernels import attention_form
 from engine.kernels import paged_attention as paged_attention_module
 from engine.kernels.attention_form import Form, HeadShape, choose_form, segment_size
 from engine.kernels.kv_write import kv_write, kv_write_reference
@@ -46,7 +47,8 @@ def test_it_equals_the_definition(case: Case, dtype: torch.dtype) -> None:
     batch = AttentionBatch(case, dtype)
     expected = batch.expected(paged_attention_reference)
     counters = torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=DEVICE)
-    for options in ({}, {"form": WHOLE}, {"form": SPLIT}, *[{"form": SPLIT, "counters": counters}] * 2):
+    folded_in_place: dict[str, Any] = {"form": SPLIT, "counters": counters}
+    for options in ({}, {"form": WHOLE}, {"form": SPLIT}, folded_in_place, folded_in_place):
         assert relative_error(batch.by(paged_attention, **options), expected) < TOLERANCE[dtype]
     assert not counters.any()
 
@@ -105,10 +107,22 @@ def test_forms_by_the_work() -> None:
         bounds = {"max_query_len": max_query_len, "max_seq_len": max_seq_len}
         return choose_form(shape, torch.device("cpu"), num_reqs=num_reqs, num_kv_heads=8, **bounds)
 
-    assert chosen(1, 1) == chosen(1, 5) == chosen(64, 1, 8192) == Form(16, 1, 4, 1)
+    assert chosen(1, 1) == chosen(1, 5) == chosen(32, 1, 8192) == Form(16, 1, 4, 1)
     assert chosen(64, 1) == Form(16, 0, 4, 2, max_registers=128)
     assert chosen(64, 5) == Form(32, 0, 4, 2)
+    assert chosen(64, 1, 8192).span == 0
+    assert chosen(32, 5, 16384).span == 1
+    assert chosen(32, 5, 65536).span == 0  # its segments would take gigabytes
     assert chosen(1, 500) == Form(32, 0, 4, 2)  # nothing is known of the instructions for wider tiles there
+
+
+def test_tiles_are_lower_where_shared_memory_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_form, "_wide_tiles_sum_alike", lambda device: True)
+    shape, device = HeadShape(2, 256, 2), torch.device("cpu")
+    bounds = {"num_reqs": 1, "num_kv_heads": 2, "max_query_len": 500, "max_seq_len": 500}
+    for num_bytes, num_rows in ((232448, 64), (101376, 32)):
+        monkeypatch.setattr(attention_form, "shared_memory_bytes", lambda device, limit=num_bytes: limit)
+        assert choose_form(shape, device, **bounds).num_rows == num_rows
 
 
 @pytest.mark.parametrize("head_size", [64, 256])

@@ -146,6 +146,19 @@ def test_a_head_that_begins_with_another_drafts_as_it_does(
     assert (head.logits()[..., other.module.target_ids] - other.logits()).abs().max() < TOLERANCE
 
 
+def test_a_head_that_drafts_all_tokens_needs_no_map_to_begin_with(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    workshop = shared_workshop(tmp_path_factory)
+    other = make_head(workshop, num_ids=workshop.loaded.model.vocab_size)
+    given = other.module.checkpoint()
+    del given["d2t"], given["t2d"]
+    head = make_head(workshop, seed=1)
+    head.batch = other.batch
+    head.module.begin_with(given)
+    assert (head.logits() - other.logits()[..., head.module.target_ids]).abs().max() < TOLERANCE
+
+
 def test_a_head_of_other_sizes_is_nothing_to_begin_with(tmp_path_factory: pytest.TempPathFactory) -> None:
     workshop = shared_workshop(tmp_path_factory)
     other = make_head(workshop, intermediate_size=24).module.checkpoint()

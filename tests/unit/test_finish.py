@@ -174,6 +174,43 @@ def test_a_finished_request_takes_no_more_tokens() -> None:
         subject.cut([2])
 
 
+@settings(max_examples=300, deadline=None)
+@given(
+    runs=st.lists(st.lists(st.sampled_from((1, 2, 3, EOS, STOP_ID)), max_size=6), max_size=8),
+    max_tokens=st.integers(1, 20),
+    room=st.integers(1, 20),
+    ignore_eos=st.booleans(),
+)
+def test_without_stop_strings_any_split_into_runs_ends_at_the_first_end_token_or_limit(
+    runs: list[list[int]], max_tokens: int, room: int, ignore_eos: bool
+) -> None:
+    subject = cutter(
+        num_prompt_tokens=40 - room,
+        max_model_len=40,
+        max_tokens=max_tokens,
+        ignore_eos=ignore_eos,
+        stop_token_ids=(STOP_ID,),
+    )
+    end_ids = {STOP_ID} if ignore_eos else {EOS, STOP_ID}
+    tokens = [token_id for run in runs for token_id in run]
+    ends = (index + 1 for index, token_id in enumerate(tokens) if token_id in end_ids)
+    num_until_stop, limit = next(ends, len(tokens) + 1), min(max_tokens, room)
+    num_expected = min(num_until_stop, limit, len(tokens))
+    num_kept, finish = 0, None
+    for run in runs:
+        cut = subject.cut(run)
+        num_kept, finish = num_kept + cut.num_kept, cut.finish
+        if finish is not None:
+            break
+        assert cut.num_kept == len(run)
+    assert num_kept == num_expected
+    if num_until_stop <= min(limit, len(tokens)):
+        assert finish is not None
+        assert finish.reason == "stop"
+    else:
+        assert finish == (FinishInfo(reason="length") if limit <= len(tokens) else None)
+
+
 STOPS = st.lists(
     st.text(alphabet="abENDx! h🙂", min_size=1, max_size=5), min_size=1, max_size=3, unique=True
 ).map(tuple)

@@ -19,11 +19,11 @@ _LENGTH = "spec_decode_acceptance_length"
 _REQUEST_LENGTH = "spec_decode_request_acceptance_length"
 _REQUEST_METHOD = 'method=~"$method|mixed"'  # a request that used several methods belongs to each
 
-_DRAFT_SHARE = ratio(rate("step_time_sum", 'phase="draft"'), rate("step_time_sum"))
+_DRAFT_SHARE = ratio(rate("step_time_sum", 'phase="draft"'), rate("step_time_sum", 'phase!="wait"'))
 _SPEED_UP_TEXT = (
     "Tokens gained for the cost of a verification. At most: it costs as much as a plain step (bound by memory: a GPU "
     "with few requests). At least: each draft costs as much as a token (bound by compute: a CPU, or many requests). "
-    "Drafting time is taken off both."
+    "The host's time for drafting is taken off both; steps that are one CUDA graph have none of their own."
 )
 
 

@@ -78,7 +78,9 @@ def _engine_arguments(parser: argparse.ArgumentParser, max_tokens: Sequence[int]
     )
     parser.add_argument("--num-seqs", type=int, default=256, help="requests at once, of each worker")
     parser.add_argument("--temperature", type=float, default=temperature, help="default: %(default)s")
-    parser.add_argument("--kv-cache-gib", type=float, help="of each worker")
+    parser.add_argument(
+        "--kv-cache-gib", type=evaluate.gibibytes, dest="kv_cache_bytes", help="of each worker"
+    )
     parser.add_argument("--max-model-len", type=int, default=1024)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="auto")
@@ -138,7 +140,7 @@ def _sample(
         min_tokens=recipes.MIN_ANSWER_TOKENS,
         temperatures=((0.0, greedy_share), (options.temperature, 1.0 - greedy_share)),
         num_seqs=options.num_seqs,
-        kv_cache_bytes=None if options.kv_cache_gib is None else int(options.kv_cache_gib * 2**30),
+        kv_cache_bytes=options.kv_cache_bytes,
         max_model_len=options.max_model_len,
         device=options.device,
         dtype=options.dtype,

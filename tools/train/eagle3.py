@@ -223,7 +223,9 @@ class Eagle3ForTraining(nn.Module):
     def _take_head_rows(self, given: Mapping[str, torch.Tensor]) -> None:
         if "lm_head.weight" not in given:
             return
-        given_ids = given["d2t"] + torch.arange(len(given["d2t"]))
+        given_ids = torch.arange(len(given["lm_head.weight"]))
+        if "d2t" in given:  # else it drafts all tokens
+            given_ids = given_ids + given["d2t"]
         places = torch.full((self.config.vocab_size,), -1, dtype=torch.int64)
         places[given_ids] = torch.arange(len(given_ids))
         place = places[self.target_ids.cpu()]

@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batch-sizes", type=int, nargs="*", default=[1], help="at which tokens/s are measured"
     )
-    parser.add_argument("--kv-cache-gib", type=float, help="default: what is free")
+    parser.add_argument("--kv-cache-gib", type=gibibytes, dest="kv_cache_bytes", help="default: what is free")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--num-threads", type=int)
@@ -253,6 +253,11 @@ def read_speculator(text: str, k: int) -> dict[str, Any]:
     }
 
 
+def gibibytes(text: str) -> int:
+    """The bytes of so many GiB, as an option's type."""
+    return int(float(text) * 2**30)
+
+
 def short_name(speculator: Mapping[str, Any]) -> str:
     """As `serve --speculator` takes it, but for the folder that the model is in."""
     pairs = {"model": Path(speculator["model"] or "").name, "k": speculator["k"], **speculator["options"]}
@@ -260,14 +265,12 @@ def short_name(speculator: Mapping[str, Any]) -> str:
 
 
 def engine_of(options: argparse.Namespace, speculators: list[dict[str, Any]], num_seqs: int) -> EngineConfig:
-    gib = options.kv_cache_gib
-    kv_cache_bytes = None if gib is None else int(gib * 2**30)
     return engine_config(
         model={"model": options.target, "dtype": options.dtype, "tokenizer": options.tokenizer},
         device=options.device,
         num_threads=options.num_threads,
         max_model_len=options.max_model_len,
-        cache={"enable_prefix_cache": False, "kv_cache_bytes": kv_cache_bytes},
+        cache={"enable_prefix_cache": False, "kv_cache_bytes": options.kv_cache_bytes},
         scheduler={"max_num_seqs": num_seqs, "max_prefill_stall": None},
         speculators=speculators,
         draft_policy="first",

@@ -1,8 +1,7 @@
 """Prompts to sample training text with: seeded, of several kinds, and split into training and held-out ones.
 
 Kinds that need text (sums, passages, what a model asked itself) take it from files; the rest is put together from
-tables. A prompt is held out by
-its own hash, so that the split does not depend on how many prompts are made.
+tables. A prompt is held out by its own hash, so that the split does not depend on how many prompts are made.
 """
 
 from __future__ import annotations
@@ -229,7 +228,7 @@ def _about_found_passages(rng: random.Random, passages: Sequence[str]) -> str:
 def _excerpts(rng: random.Random, passages: Sequence[str], length: int) -> list[str]:
     """Together about so many words; articles are short, so several make a long text."""
     excerpts: list[str] = []
-    while (left := length - sum(len(excerpt.split()) for excerpt in excerpts)) >= _FEWEST_WORDS:
+    while (left := length - sum(max(len(excerpt.split()), 1) for excerpt in excerpts)) >= _FEWEST_WORDS:
         excerpts.append(_excerpt(rng, passages, min(left, rng.randint(100, length))))
     return excerpts
 
