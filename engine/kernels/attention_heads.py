@@ -136,7 +136,7 @@ def _store_heads_kernel(
     is_stored = is_there
     if NUM_KV_HEADS > 0:
         slot = tl.load(slots_ptr + token)
-        is_stored &= is_query | (slot >= 0)
+        is_stored &= is_query | (tl.broadcast_to(slot, head.shape) >= 0)
         kv_head = slot * NUM_KV_HEADS + head - NUM_HEADS
         keys = key_cache_ptr + kv_head * HEAD_SIZE
         values = value_cache_ptr + (kv_head - NUM_KV_HEADS) * HEAD_SIZE
