@@ -12,22 +12,41 @@ from typing import Any
 import torch
 from triton.runtime.errors import OutOfResources
 
+from benchmarks.geometries import GEOMETRIES
 from engine.kernels.attention_form import Form, HeadShape, segment_size
 from engine.kernels.paged_attention import MAX_COUNTERS, paged_attention
 from engine.kernels.triton_support import next_power_of_2
 
 BYTES_IN_TURN = 400 << 20  # of keys and values, several times the L2 cache
 BLOCK_SIZE = 16
-HEADS = {  # query heads, KV heads, features, window
-    "smollm2-135m": (9, 3, 64, None),
-    "llama-3.1-8b": (32, 8, 128, None),
-    "gemma-4-e4b sliding": (8, 2, 256, 512),
-    "gemma-4-e4b full": (8, 2, 512, None),
-    "gemma-4-31b sliding": (32, 16, 256, 1024),
-    "gemma-4-31b full": (32, 4, 512, None),
-}
 STEPS = [(1, 300, 1), (64, 300, 1), (256, 300, 1), (1, 2000, 1), (64, 1000, 1), (1, 300, 5), (64, 300, 5)]
 PROMPTS = [(1, 4096, 4096), (64, 128, 128)]
+
+
+@dataclass(frozen=True)
+class Heads:
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    window: int | None = None
+
+
+def heads_of(name: str, config: dict[str, Any]) -> dict[str, Heads]:
+    """By name, of a geometry's kinds of layers; none where attention is over latents."""
+    num_heads, num_kv_heads = config["num_attention_heads"], config.get("num_key_value_heads")
+    if num_kv_heads is None:
+        return {}
+    head_size = config.get("head_dim", config["hidden_size"] // num_heads)
+    if "sliding_window" not in config:
+        return {name: Heads(num_heads, num_kv_heads, head_size)}
+    full_kv_heads = config.get("num_global_key_value_heads", num_kv_heads)
+    return {
+        f"{name} sliding": Heads(num_heads, num_kv_heads, head_size, config["sliding_window"]),
+        f"{name} full": Heads(num_heads, full_kv_heads, config["global_head_dim"]),
+    }
+
+
+HEADS = {kind: heads for name in GEOMETRIES for kind, heads in heads_of(name, GEOMETRIES[name]).items()}
 
 
 @dataclass(frozen=True)
@@ -41,23 +60,25 @@ class Work:
 
     @property
     def num_bytes(self) -> int:
-        """Of keys and values."""
-        _, num_kv_heads, head_size, _ = HEADS[self.heads]
-        return 4 * self.batch * self.context * num_kv_heads * head_size
+        """Of the keys and values that are seen."""
+        heads = HEADS[self.heads]
+        num_keys = min(self.context, (heads.window or self.context) + self.query_len - 1)
+        return 4 * self.batch * num_keys * heads.num_kv_heads * heads.head_size
 
 
 class Inputs:
     """Random ones, over more caches than the L2 cache holds."""
 
     def __init__(self, work: Work, device: torch.device) -> None:
-        num_heads, num_kv_heads, head_size, self._window = HEADS[work.heads]
+        heads = HEADS[work.heads]
+        self._window = heads.window
         num_blocks = -(-work.context // BLOCK_SIZE) * work.batch
         count = min(max(BYTES_IN_TURN // work.num_bytes, 4), 60)
-        shape = (2, num_blocks, BLOCK_SIZE, num_kv_heads, head_size)
+        shape = (2, num_blocks, BLOCK_SIZE, heads.num_kv_heads, heads.head_size)
         options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
         self.caches = [torch.randn(shape, **options) for _ in range(count)]
         num_tokens = work.batch * work.query_len
-        self._query = torch.randn(num_tokens, num_heads, head_size, **options)
+        self._query = torch.randn(num_tokens, heads.num_heads, heads.head_size, **options)
         starts = torch.arange(0, num_tokens + 1, work.query_len, device=device, dtype=torch.int32)
         self._where = (
             torch.randperm(num_blocks, device=device).view(work.batch, -1).int(),
@@ -91,9 +112,10 @@ def works(kinds: Collection[str] = tuple(HEADS)) -> list[Work]:
 
 def forms(work: Work) -> Iterator[tuple[Form, int]]:
     """Forms and sizes of segments that may be worth trying."""
-    num_heads, num_kv_heads, head_size, _ = HEADS[work.heads]
-    usual = segment_size(HeadShape(num_heads // num_kv_heads, head_size, 2), torch.device("cuda", 0))
-    tile_rows = work.query_len * next_power_of_2(num_heads // num_kv_heads)
+    heads = HEADS[work.heads]
+    head_size, group = heads.head_size, heads.num_heads // heads.num_kv_heads
+    usual = segment_size(HeadShape(group, head_size, 2), torch.device("cuda", 0))
+    tile_rows = work.query_len * next_power_of_2(group)
     if work.query_len > 16:
         choices = itertools.product((32, 64, 128), ((0, 2),), (4, 8), (usual // 2, usual, 2 * usual))
     else:

@@ -34,6 +34,8 @@ class Form:
 
 @dataclass(frozen=True)
 class HeadShape:
+    """What of attention is the model's, and the same in every launch of a layer."""
+
     group: int  # query heads of a KV head
     head_size: int
     item_bytes: int
@@ -63,6 +65,7 @@ def choose_form(
     max_query_len: int,
     max_seq_len: int,
 ) -> Form:
+    """max_query_len, max_seq_len: upper bounds over the requests, in tokens. Decides speed and scratch memory only."""
     if max_query_len > MAX_SHORT_QUERY_LEN:
         is_wide = shape.row_bytes <= 512 and _wide_tiles_sum_alike(device)
         tile_rows = _rows_that_fit(64 if is_wide else 32, shape, device)

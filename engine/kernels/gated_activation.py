@@ -17,6 +17,11 @@ from engine.kernels.dependent_launch import begin, launch_options
 from engine.kernels.triton_support import jit, next_power_of_2, tl
 
 ActivationName = Literal["silu", "gelu_tanh"]
+ACTIVATION_CODES: dict[ActivationName | None, int] = {
+    None: 0,
+    "silu": 1,
+    "gelu_tanh": 2,
+}  # as kernels take them
 MAX_BLOCK = 1024  # columns of one program
 
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from engine.kernels.dependent_launch import begin, launch_options
 from engine.kernels.rms_norm import NormForm, rms_norm_reference
+from engine.kernels.row_norm import inverse_rms, sum_of_squares, weighted
 from engine.kernels.triton_support import has_kernel, jit, next_power_of_2, tl
 
 MIX = 2**-0.5
@@ -84,8 +85,8 @@ def _layer_inputs_kernel(
     context = tl.load(context_ptr + place, mask=mask, other=0.0)
     context = (context.to(tl.float32) * context_scale).to(dtype).to(tl.float32)
     weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
-    context *= tl.rsqrt(tl.sum(context * context, axis=0) / SIZE + eps)
-    of_context = (context * (weight + offset)).to(dtype)
+    context *= inverse_rms(sum_of_squares(context, WIDTH), eps, SIZE)
+    of_context = weighted(context, weight, offset, False, dtype).to(dtype)
     mixed = (of_context.to(tl.float32) + of_token.to(tl.float32)).to(dtype)
     tl.store(y_ptr + place, (mixed.to(tl.float32) * mix).to(dtype), mask=mask)
 

@@ -12,6 +12,7 @@ import torch
 
 from engine.kernels.dependent_launch import begin, launch_options
 from engine.kernels.rms_norm import NormForm, rms_norm_reference
+from engine.kernels.row_norm import inverse_rms, sum_of_squares, weighted
 from engine.kernels.triton_support import has_kernel, jit, next_power_of_2, tl
 
 
@@ -66,8 +67,7 @@ def _norm_pairs_kernel(
         x = tl.load(right_ptr + row * right_stride + columns, mask=mask, other=0.0)
         weight = tl.load(right_weight_ptr + columns, mask=mask, other=0.0)
     x, weight = x.to(tl.float32), weight.to(tl.float32)
-    x *= tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + eps)
-    y = x.to(dtype).to(tl.float32) * weight if ROUNDS_FIRST else x * (weight + offset)
+    y = weighted(x * inverse_rms(sum_of_squares(x, WIDTH), eps, SIZE), weight, offset, ROUNDS_FIRST, dtype)
     tl.store(y_ptr + (row * 2 + side) * SIZE + columns, y.to(dtype), mask=mask)
 
 

@@ -1,6 +1,7 @@
-"""The norm of a row, as parts of kernels: rms_norm.py's, and resident_linear.py's, which norms the row it multiplies.
+"""The norm of a row, as parts of kernels: rms_norm.py's, those that norm rows beside something else, and
+resident_linear.py's, which norms the row it multiplies.
 
-Both give a row the same bits. A sum of float32 depends on its order, and the order of `tl.sum` on how the compiler lays
+All give a row the same bits. A sum of float32 depends on its order, and the order of `tl.sum` on how the compiler lays
 out a tile; so rows of up to MAX_PAIRED_SIZE are summed pair by pair, neighbours first: of (a, b, c, d) it is (a + b) +
 (c + d), with zeros behind up to a power of two. A kernel may hold a row in pieces of a quarter of MAX_PAIRED_SIZE:
 these are subtrees. Wider rows are normed by rms_norm.py alone, and summed as is fastest.

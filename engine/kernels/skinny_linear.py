@@ -25,6 +25,7 @@ import torch.nn.functional as F
 
 from engine.kernels.dependent_launch import begin, launch_options, prefetch_rows
 from engine.kernels.gated_activation import (
+    ACTIVATION_CODES,
     ActivationName,
     activate_times_reference,
     activated,
@@ -220,7 +221,7 @@ def skinny_linear(
         HAS_FACTOR=factor is not None,
         HAS_RESIDUAL=residual is not None,
         IS_GATED=is_gated,
-        ACTIVATION=0 if activation is None else 1 if activation == "silu" else 2,
+        ACTIVATION=ACTIVATION_CODES[activation],
         PREFETCH=next_power_of_2(in_features + 1) // 2 if weight.nbytes <= OVERLAPPED_BYTES else 0,
         num_stages=tiling.num_stages,
         num_warps=tiling.num_warps,

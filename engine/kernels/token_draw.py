@@ -31,11 +31,6 @@ from engine.kernels.triton_support import jit, next_power_of_2, tl
 from engine.kernels.truncation import BLOCK, RowTables, block_columns, row_bounds, row_temperature
 
 
-def has_draw_kernels(logits: torch.Tensor) -> bool:
-    """Else tokens are drawn by torch operations (engine/sampling/sampler.py), which also know float64."""
-    return logits.is_cuda and logits.dtype != torch.float64
-
-
 @jit
 def _firsts_kernel(
     logits_ptr,

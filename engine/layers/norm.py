@@ -12,6 +12,7 @@ from torch import nn
 
 from engine.kernels.add_normed import add_normed
 from engine.kernels.attention_heads import HeadNorm
+from engine.kernels.norm_pairs import norm_pairs
 from engine.kernels.rms_norm import NormForm, add_rms_norm, rms_norm
 from engine.layers.linear import Linear, is_skinny
 from engine.layers.unnormed import Rows, Unnormed
@@ -43,6 +44,11 @@ class RMSNorm(nn.Module):
     def pending(self, x: torch.Tensor) -> Unnormed:
         """x: [num_tokens, size], to be normed by the product that reads it, or before."""
         return Unnormed(x, self.weight, self.form)
+
+    def pair(self, x: torch.Tensor, other: RMSNorm, y: torch.Tensor) -> torch.Tensor:
+        """[self(x), other(y)]. x, y: [num_tokens, size]; returns [num_tokens, 2 * size]."""
+        assert other.form == self.form, "norms of one launch have one form"
+        return norm_pairs(x, self.weight, y, other.weight, self.form)
 
     def after(self, x: torch.Tensor, linear: Linear, inputs: torch.Tensor) -> tuple[torch.Tensor, Rows]:
         """(x + linear(inputs), its norm), in the fewest launches."""

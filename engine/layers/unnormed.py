@@ -11,6 +11,8 @@ from engine.kernels.rms_norm import NormForm, rms_norm
 
 @dataclass(frozen=True)
 class Unnormed:
+    """What is meant is norm(rows): [num_rows, size]."""
+
     rows: torch.Tensor  # [num_rows, size]
     weight: torch.Tensor  # [size]
     form: NormForm

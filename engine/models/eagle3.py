@@ -17,7 +17,6 @@ from torch import nn
 
 from engine.attention.backend import AttentionContext
 from engine.errors import CheckpointError
-from engine.kernels.norm_pairs import norm_pairs
 from engine.kv_spec import KVGroupSpec
 from engine.layers.embedding import TokenEmbedding
 from engine.layers.linear import Linear
@@ -53,8 +52,7 @@ class FirstEagle3Layer(DecoderLayer):
         self, embedding: torch.Tensor, hidden: torch.Tensor, rotation: Rotation, context: AttentionContext
     ) -> torch.Tensor:
         """embedding, hidden: [num_tokens, hidden_size]; returns the same shape."""
-        norm = self.attention_norm
-        pair = norm_pairs(embedding, norm.weight, hidden, self.hidden_norm.weight, norm.form)
+        pair = self.attention_norm.pair(embedding, self.hidden_norm, hidden)
         residual = pair[:, hidden.shape[-1] :].contiguous() if self._norm_before_residual else hidden
         return self.after_attention(residual, self.attention.attend(pair, rotation, context))
 

@@ -14,7 +14,6 @@ from torch import nn
 
 from engine.attention.backend import AttentionContext
 from engine.errors import CheckpointError
-from engine.kernels.norm_pairs import norm_pairs
 from engine.kv_spec import KVGroupSpec
 from engine.layers.linear import Linear
 from engine.models.base import CausalLM
@@ -54,8 +53,7 @@ class MTPDraftModel(nn.Module):
     ) -> torch.Tensor:
         """input_ids, positions: [num_tokens] int64; hidden_states: [num_tokens, hidden_size]; returns the same."""
         target = self._target[0]
-        norm, embedding = self.embedding_norm, target.embed(input_ids)
-        x = self.fc(norm_pairs(embedding, norm.weight, hidden_states, self.hidden_norm.weight, norm.form))
+        x = self.fc(self.embedding_norm.pair(target.embed(input_ids), self.hidden_norm, hidden_states))
         output: torch.Tensor = self.norm(self.layer(x, target.rotary(positions), attention))
         return output
 

@@ -15,8 +15,9 @@ import torch
 from engine.batch.request_rows import RequestRows
 from engine.kernels.keyed_noise import TARGET_STREAM, keyed_gumbel
 from engine.kernels.largest_logit import largest_logit
-from engine.kernels.token_draw import draw_tokens, has_draw_kernels
+from engine.kernels.token_draw import draw_tokens
 from engine.kernels.top_k_top_p import top_k_top_p
+from engine.kernels.triton_support import has_kernel
 from engine.params import MAX_BAD_WORD_TOKENS
 from engine.sampling.features import BatchFeatures, RandomGroup
 from engine.sampling.logprobs import LogprobsTensors, compute_logprobs
@@ -65,7 +66,7 @@ class Sampler:
             processed = _reals(logits, copy=True)
             _restrict_(processed, batch)
             _penalize_(processed, batch)
-        if has_draw_kernels(processed) and not needs_probs:
+        if has_kernel(processed) and not needs_probs:
             result = _draw_by_kernels(processed, batch, stream, bad_id=bad_id)
         else:
             result = draw_by_definition(_reals(processed), batch, stream, needs_probs, bad_id=bad_id)
@@ -87,7 +88,7 @@ class Sampler:
         distinct in a row. For batches whose features change no logits.
         """
         assert not batch.features.changes_logits, "biases and penalties are by token id"
-        if has_draw_kernels(logits):
+        if has_kernel(logits):
             return _draw_by_kernels(logits, batch, stream, candidate_ids, bad_id=bad_id)
         logits = _reals(logits)
         largest = logits.amax(dim=-1)

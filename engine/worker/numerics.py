@@ -37,7 +37,9 @@ def _obstacle(config: EngineConfig, loaded: LoadedModel, device: torch.device) -
     if loaded.dtype not in (torch.bfloat16, torch.float16):
         return f"with {loaded.dtype}, expected bfloat16 or float16"
     if not make_attention_backend(config.attention_backend, device).is_exact:
-        return f"with the attention backend {config.attention_backend!r}, expected 'triton'"
+        return (
+            f"with the attention backend {config.attention_backend!r}, expected one whose sums have one order"
+        )
     if layers := inexact_layers(loaded.model):
         return f"for {loaded.architecture}, expected a model without {', '.join(layers)}"
     return None

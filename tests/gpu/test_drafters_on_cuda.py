@@ -19,8 +19,8 @@ from tests.support.engine_harness import Harness, Result
 from tests.support.tiny_drafters import MAX_MODEL_LEN, Workshop, families_of, shared_workshop
 
 pytestmark = pytest.mark.gpu
-# Of the sixth token there, the two best scores are -0.5361750 and -0.5361757 in float64.
-NEAR_TIES = {("gemma4_moe", "seeded"): {"r10"}}
+# The first token that float32 may choose in two ways: its best scores are -0.5361750 and -0.5361757 in float64.
+NEAR_TIES = {("gemma4_moe", "seeded"): {"r10": 5}}
 METHODS = ("eagle", "eagle3", "gemma4_mtp", "mtp")
 FAMILIES = ("llama", "gemma4_ple", "gemma4_moe", *families_of("mtp"))
 
@@ -64,6 +64,11 @@ def tokens(results: dict[str, Result]) -> dict[str, list[int]]:
     return {name: result.token_ids for name, result in results.items()}
 
 
+def upto(ends: dict[str, int], texts: dict[str, list[int]]) -> dict[str, list[int]]:
+    """The texts, those of the requests named up to so many tokens."""
+    return {name: ids[: ends.get(name)] for name, ids in texts.items()}
+
+
 @pytest.mark.parametrize("family", [in_groups(family) for family in FAMILIES])
 def test_greedy_tokens_are_those_of_the_cpu(family: str, workshop: Workshop) -> None:
     """In float64 there. Seeded draws are not compared: one near tie of an expert's rank in float32 is another text."""
@@ -88,8 +93,8 @@ def test_drafts_do_not_change_the_tokens(
 ) -> None:
     results = run(workshop, setting, method, k)
     expected = tokens(run(workshop, setting))
-    ties = NEAR_TIES.get((family, setting), set())
-    assert {name: ids for name, ids in tokens(results).items() if ids != expected[name]}.keys() <= ties
+    ties = NEAR_TIES.get((family, setting), {})
+    assert upto(ties, tokens(results)) == upto(ties, expected)
     observations = [item for result in results.values() for item in result.spec]
     assert {item.method for item in observations} == {method}
     accepted = {item.num_accepted for item in observations}

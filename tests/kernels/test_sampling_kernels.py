@@ -231,7 +231,7 @@ def test_the_sampler_draws_the_same_tokens_either_way(monkeypatch: pytest.Monkey
     logits = random_logits(len(params), 2.0)
     logits[2, 7] = float("nan")  # where a mask hides it
     expected = Sampler().sample(logits, make_batch(params, torch.device("cpu")))
-    monkeypatch.setattr("engine.sampling.sampler.has_draw_kernels", lambda logits: True)
+    monkeypatch.setattr("engine.sampling.sampler.has_kernel", lambda logits: True)
     on_device = logits.to(DEVICE)
     batch = make_batch(params, DEVICE)
     result = Sampler().sample(on_device, batch)

@@ -22,7 +22,6 @@ class Case:
     head_size: int
     block_size: int = 16
     window: int | None = None
-    segment: int = 512
     num_behind: int = 0  # last rows of the first request that lie behind its keys
 
 
