@@ -62,8 +62,7 @@ async def test_a_call_without_a_known_token_is_unauthenticated(tokens: Path, met
             assert (failure.code, failure.reason) == (grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED")
             assert "0123456789abcdef" not in failure.message
         assert not server.engine.requests
-        labels = {"grpc_service": "slipstream.v1.GenerationService", "grpc_method": "Generate"}
-        assert server.metric("grpc_server_handled_total", **labels, grpc_code="UNAUTHENTICATED") == 1
+        assert await server.handled("Generate", "UNAUTHENTICATED") == 1
 
 
 async def test_health_and_reflection_need_no_token(tokens: Path) -> None:

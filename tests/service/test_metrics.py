@@ -19,6 +19,7 @@ from engine.stats import EngineStats, SpecObservation, StepStats
 from server.interceptors import CallInterceptor
 from server.metrics import Metrics, MetricsEndpoint
 from server.pb.slipstream.v1 import generation_pb2 as pb
+from server.service import SERVICE_NAME
 from tests.support.fake_engine import EOS, FakeEngine
 from tests.support.server_fixture import RunningServer, collect, failure_of, running_server, text_request
 
@@ -170,11 +171,10 @@ async def test_calls_are_counted_by_method_and_status() -> None:
     async with running_server() as server:
         await collect(server.stub.Generate(text_request()))
         await failure_of(server.stub.Generate(pb.GenerateRequest()))
-        labels = {"grpc_service": "slipstream.v1.GenerationService", "grpc_method": "Generate"}
-        await server.app.live.wait_until_empty()
-        assert server.metric("grpc_server_started_total", **labels) == 2
         for code in ("OK", "INVALID_ARGUMENT"):
-            assert server.metric("grpc_server_handled_total", **labels, grpc_code=code) == 1
+            assert await server.handled("Generate", code) == 1
+        labels = {"grpc_service": SERVICE_NAME, "grpc_method": "Generate"}
+        assert server.metric("grpc_server_started_total", **labels) == 2
         assert server.metric("grpc_server_handling_seconds_count", **labels) == 2
 
 
@@ -184,9 +184,17 @@ async def test_a_deadline_is_counted_as_one() -> None:
         failure = await failure_of(server.stub.Generate(text_request(request_id="r"), timeout=0.05))
         assert failure.code is grpc.StatusCode.DEADLINE_EXCEEDED
         await engine.wait_for(lambda: engine.aborted == ["r"])
-        await server.is_serving()
-        labels = {"grpc_service": "slipstream.v1.GenerationService", "grpc_method": "Generate"}
-        assert server.metric("grpc_server_handled_total", **labels, grpc_code="DEADLINE_EXCEEDED") == 1
+        assert await server.handled("Generate", "DEADLINE_EXCEEDED") == 1
+
+
+async def test_a_call_cancelled_before_its_deadline_is_counted_as_cancelled() -> None:
+    engine = FakeEngine()
+    async with running_server(engine) as server:
+        call = server.stub.Generate(text_request(request_id="r"), timeout=30.0)
+        await engine.wait_for_request("r")
+        call.cancel()
+        await engine.wait_for(lambda: engine.aborted == ["r"])
+        assert await server.handled("Generate", "CANCELLED") == 1
 
 
 def test_the_endpoint_shows_the_registry() -> None:

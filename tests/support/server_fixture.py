@@ -22,6 +22,7 @@ from server.app import App, ModelFiles
 from server.config import ServerConfig, load_config
 from server.pb.slipstream.v1 import generation_pb2 as pb
 from server.pb.slipstream.v1 import generation_pb2_grpc as pb_grpc
+from server.service import SERVICE_NAME
 from tests.support.fake_engine import FakeEngine
 from tests.support.tiny_models import make_tiny_tokenizer
 
@@ -66,6 +67,18 @@ class RunningServer:
 
     def metric(self, name: str, **labels: str) -> float | None:
         return self.registry.get_sample_value(name, labels)
+
+    async def handled(self, method: str, code: str, service: str = SERVICE_NAME) -> float:
+        """Calls of a method that ended so. A client has its status before the server counts the call: waits until
+        none of the method's is under way.
+        """
+        labels = {"grpc_service": service, "grpc_method": method}
+        codes = [code.name for code in grpc.StatusCode]
+        while True:
+            ended = {c: self.metric("grpc_server_handled_total", **labels, grpc_code=c) or 0.0 for c in codes}
+            if sum(ended.values()) == self.metric("grpc_server_started_total", **labels):
+                return ended[code]
+            await asyncio.sleep(0.001)
 
 
 @asynccontextmanager
