@@ -3,6 +3,7 @@
 python -m benchmarks.gpu_kernels [--geometry llama-3.1-8b] [--rows 1 8 16 64] [--tune] [--output FILE]
 python -m benchmarks.gpu_kernels --attention [--tune]
 python -m benchmarks.gpu_kernels --sampling
+python -m benchmarks.gpu_kernels --experts
 
 Each figure is a captured sequence of launches over different weights or caches, more of them than the L2 cache holds,
 replayed five times; the best replay counts. GB/s are the bytes of the weight, or of keys and values, over the time.
@@ -24,6 +25,8 @@ import torch.nn.functional as F
 from benchmarks.geometries import GEOMETRIES
 from benchmarks.gpu_attention import HEADS, measure_attention, works
 from benchmarks.gpu_engine import write_report
+from benchmarks.gpu_experts import LAYERS, measure_experts
+from benchmarks.gpu_experts import ROWS as EXPERT_ROWS
 from benchmarks.gpu_sampling import ROWS, VOCAB_SIZES, measure_sampling
 from engine.kernels.gated_activation import ActivationName, gated_activation
 from engine.kernels.resident_linear import MAX_NORMED_FEATURES, resident_linear
@@ -152,6 +155,7 @@ def main() -> None:
     parser.add_argument("--attention", action="store_true")
     parser.add_argument("--heads", nargs="+", default=list(HEADS), choices=list(HEADS), help="of --attention")
     parser.add_argument("--sampling", action="store_true")
+    parser.add_argument("--experts", action="store_true", help="routed ones")
     parser.add_argument("--product", nargs="+", default=["qkv", "output", "gate_up", "down"])
     parser.add_argument(
         "--tune", action="store_true", help="measure every tiling or form, not only the chosen one"
@@ -162,6 +166,9 @@ def main() -> None:
     if arguments.sampling:
         for num_rows, vocab_size in itertools.product(ROWS, VOCAB_SIZES):
             rows += measure_sampling(num_rows, vocab_size, time_us)
+    elif arguments.experts:
+        for layer, num_rows in itertools.product(LAYERS, EXPERT_ROWS):
+            rows.append(measure_experts(layer, num_rows, time_us))
     elif arguments.attention:
         for work in works(arguments.heads):
             rows += measure_attention(work, time_us, tunes=arguments.tune)

@@ -53,7 +53,7 @@ class CacheConfig(_Frozen):
 class SchedulerConfig(_Frozen):
     """Limits of one step and of the queue."""
 
-    max_num_seqs: int = Field(default=64, ge=1)  # request rows
+    max_num_seqs: int = Field(default=64, ge=1)  # requests that run at once, each in a row of its own
     max_num_batched_tokens: int = Field(default=2048, ge=1)  # per step; a decode counts 1 + k
     max_prefill_chunk: int | None = Field(
         default=None, ge=1
@@ -62,6 +62,11 @@ class SchedulerConfig(_Frozen):
     """Seconds that prefill chunks may add to a step in which other requests decode, by measured speed. None: off."""
     max_waiting: int = Field(default=1024, ge=1)  # requests; beyond: RESOURCE_EXHAUSTED
     check_invariants: bool = False  # integrity checks after every step (tests, debugging)
+
+    @property
+    def num_rows(self) -> int:
+        """Of whatever is kept by row on the device: the last one is nobody's, and pads captured steps."""
+        return self.max_num_seqs + 1
 
 
 class SpeculatorConfig(_Frozen):
@@ -89,7 +94,7 @@ class EngineConfig(_Frozen):
     numerics: NumericsName = "auto"
     """exact: a request's tokens depend neither on drafts, nor on neighbours, chunks, preemption or cached prefixes;
     CUDA only. fast: bits may differ between batches, so that a near tie may turn out differently. auto: exact where
-    device and model allow it."""
+    device and model allow it, and its cost is known to be small."""
     num_threads: int | None = Field(default=None, ge=1)  # CPU only; None: torch's choice
     profile_directory: str | None = None  # where traces of steps may be written; None: nowhere
     draft_policy: str = "auto"

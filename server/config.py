@@ -136,7 +136,7 @@ class ServerConfig(BaseSettings):
 
     numerics: NumericsName = _option(
         "auto",
-        "exact: tokens depend on their request alone; fast: near ties may turn out otherwise; auto: exact if possible.",
+        "exact: tokens depend on their request alone; fast: near ties may vary; auto: exact where that costs little.",
         "Engine",
     )
 

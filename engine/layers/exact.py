@@ -1,6 +1,7 @@
 """Switches a model to exact numerics: a token's bits depend neither on its neighbours nor on how many they are.
 
-Norms, rotations and activations compute row by row anyway. Here it is the products; attention is the backend's part.
+Norms, rotations, activations and the choice of experts compute row by row anyway. Here it is the products; attention is
+the backend's part.
 """
 
 from __future__ import annotations
@@ -14,12 +15,20 @@ from engine.layers.latent_attention import LatentAttention
 from engine.layers.linear import Linear
 from engine.layers.moe import RoutedExperts
 
-_INEXACT_LAYERS = (RoutedExperts, ExpertRouter, LatentAttention)
-
 
 def inexact_layers(model: nn.Module) -> list[str]:
-    """Names of the model's layers that have no exact form: their sums depend on the rows beside."""
-    return sorted({type(layer).__name__ for layer in model.modules() if isinstance(layer, _INEXACT_LAYERS)})
+    """What the model has that has no exact form: its sums depend on the rows beside."""
+    found = set()
+    for layer in model.modules():
+        if isinstance(layer, LatentAttention):
+            found.add("latent attention")
+        elif isinstance(layer, ExpertRouter) and layer.has_groups:
+            found.add("groups of experts")
+    return sorted(found)
+
+
+def has_routed_experts(model: nn.Module) -> bool:
+    return any(isinstance(layer, RoutedExperts) for layer in model.modules())
 
 
 def make_exact(model: nn.Module) -> ExactProducts:
@@ -32,4 +41,6 @@ def make_exact(model: nn.Module) -> ExactProducts:
             products.try_shape(layer.weight, layer.bias)
         if isinstance(layer, (Linear, TokenEmbedding)):
             layer.exact = products
+        if isinstance(layer, (RoutedExperts, ExpertRouter)):
+            layer.is_exact = True
     return products

@@ -15,6 +15,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from engine.kernels.choose_experts import SMALLEST_SUM, Scoring, choose_experts
+from engine.kernels.skinny_linear import Tiling, skinny_linear
+
+_EXACT_TILING = Tiling(block_n=16, block_k=32, num_stages=2, num_warps=4)  # in float32, without tensor cores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +41,7 @@ class ExpertRouter(nn.Module):
         self, routing: Routing, hidden_size: int, *, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__()
+        self.is_exact = False  # set where numerics are exact
         self._routing = routing
         dtype = torch.promote_types(dtype, torch.float32)
         weight = torch.empty(routing.num_experts, hidden_size, dtype=dtype, device=device)
@@ -51,8 +55,8 @@ class ExpertRouter(nn.Module):
         """x: [num_tokens, hidden_size]. Returns expert ids [num_tokens, top_k] int64 and weights of the same shape,
         float32 (float64 for a float64 model)."""
         routing = self._routing
-        logits = F.linear(x.to(self.weight.dtype), self.weight)
-        if routing.num_groups == 1:
+        logits = self._logits(x.to(self.weight.dtype))
+        if not self.has_groups:
             return choose_experts(
                 logits,
                 self.correction,
@@ -68,6 +72,16 @@ class ExpertRouter(nn.Module):
         if routing.normalises:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + SMALLEST_SUM)
         return expert_ids, weights * routing.scale
+
+    @property
+    def has_groups(self) -> bool:
+        return self._routing.num_groups > 1
+
+    def _logits(self, x: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, num_experts]"""
+        if self.is_exact:
+            return skinny_linear(x.contiguous(), self.weight, tiling=_EXACT_TILING)
+        return F.linear(x, self.weight)
 
     def _within_best_groups(self, choice: torch.Tensor) -> torch.Tensor:
         """-inf outside the best groups. A group is worth its best expert, or its two best where there is a correction.

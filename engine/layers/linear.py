@@ -19,7 +19,7 @@ from engine.layers.exact_products import ExactProducts
 from engine.layers.unnormed import Rows, Unnormed, normed, rows_of
 
 MAX_SKINNY_ROWS = 16  # beyond, the library's product is faster, even with an activation and a sum beside it
-_HALF_TYPES = (torch.bfloat16, torch.float16)
+HALF_TYPES = (torch.bfloat16, torch.float16)
 
 
 class Linear(nn.Module):
@@ -98,4 +98,4 @@ class Linear(nn.Module):
 
 def is_skinny(x: torch.Tensor) -> bool:
     """Does a product with x [num_rows, in_features] have a kernel of its own?"""
-    return x.is_cuda and len(x) <= MAX_SKINNY_ROWS and x.dtype in _HALF_TYPES and x.is_contiguous()
+    return x.is_cuda and len(x) <= MAX_SKINNY_ROWS and x.dtype in HALF_TYPES and x.is_contiguous()

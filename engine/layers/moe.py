@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from engine.kernels.expert_linear import expert_linear_triton, weighted_sum_triton
 from engine.kernels.gated_activation import ActivationName, gated_activation
-from engine.layers.linear import is_skinny
+from engine.kernels.grouped_linear import group_pairs, grouped_linear, sort_pairs
+from engine.layers.linear import HALF_TYPES, is_skinny
 
 
 class RoutedExperts(nn.Module):
@@ -26,6 +30,7 @@ class RoutedExperts(nn.Module):
     ) -> None:
         super().__init__()
         self.num_experts = num_experts
+        self.is_exact = False  # set where numerics are exact
         self._activation = activation
 
         def empty(*shape: int) -> nn.Parameter:
@@ -40,48 +45,59 @@ class RoutedExperts(nn.Module):
 
         The k outputs of a token are summed in the order of its `expert_ids`, whatever the other tokens are.
         """
-        if is_skinny(x):
-            return self._run_few(x, expert_ids, weights)
         num_tokens, k = expert_ids.shape
         chosen = expert_ids.flatten()
-        order = torch.argsort(chosen, stable=True)  # by expert
-        outputs = self._run_sorted(x[order // k], chosen[order])
-        per_choice = torch.empty_like(outputs).index_copy_(0, order, outputs).view(num_tokens, k, -1)
-        return (per_choice * weights[:, :, None]).sum(dim=1).to(x.dtype)
-
-    def _run_few(self, x: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Unsorted: each row with each of its experts."""
-        chosen = expert_ids.flatten()
-        hidden = gated_activation(expert_linear_triton(x, self.gate_up, chosen), self._activation)
-        outputs = expert_linear_triton(hidden, self.down, chosen)
-        return weighted_sum_triton(outputs.view(*expert_ids.shape, -1), weights)
-
-    def _run_sorted(self, x: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
-        """One expert a row. x: [n, hidden_size]; expert_ids: [n] int64, ascending. Returns the shape of x."""
-        counts = torch.zeros(self.num_experts, dtype=torch.int64, device=x.device)
-        counts.scatter_add_(0, expert_ids, torch.ones_like(expert_ids))
         if x.is_cpu:
-            return self._run_one_by_one(x, counts.tolist())  # sync: host memory
-        if x.dtype != torch.bfloat16:
-            return self._run_all(x, expert_ids)
-        ends = counts.cumsum(0, dtype=torch.int32)
+            outputs = self._run_sorted(x, chosen, k, self._run_one_by_one)
+            return (outputs.view(num_tokens, k, -1) * weights[:, :, None]).sum(dim=1).to(x.dtype)
+        outputs = self._run_on_device(x.contiguous(), chosen, k)
+        return weighted_sum_triton(outputs.view(num_tokens, k, -1), weights.contiguous())
+
+    def _run_on_device(self, x: torch.Tensor, chosen: torch.Tensor, k: int) -> torch.Tensor:
+        """As `_run_sorted`. In exact numerics one kernel computes any number of rows."""
+        if x.dtype not in HALF_TYPES or (is_skinny(x) and not self.is_exact):
+            hidden = gated_activation(expert_linear_triton(x, self.gate_up, chosen), self._activation)
+            return expert_linear_triton(hidden, self.down, chosen)
+        if x.dtype == torch.bfloat16 and _has_grouped_product(x.device) and not self.is_exact:
+            return self._run_sorted(x, chosen, k, self._run_grouped)
+        pairs = group_pairs(chosen, self.num_experts)
+        hidden = grouped_linear(x, self.gate_up, pairs, activation=self._activation)
+        return grouped_linear(hidden, self.down, pairs)
+
+    def _run_sorted(
+        self,
+        x: torch.Tensor,
+        chosen: torch.Tensor,
+        k: int,
+        run: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        """x: [num_tokens, hidden_size]; chosen: [num_tokens * k] int64, the experts token by token. Returns an output
+        for each of these, [num_tokens * k, hidden_size]."""
+        order, ends = sort_pairs(chosen, self.num_experts)
+        outputs = run(x[order // k], ends)
+        return torch.empty_like(outputs).index_copy_(0, order, outputs)
+
+    def _run_grouped(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """x: [n, hidden_size], by expert; ends: [num_experts] int32. Returns the shape of x."""
         hidden = gated_activation(F.grouped_mm(x, self.gate_up.transpose(1, 2), offs=ends), self._activation)
         return F.grouped_mm(hidden, self.down.transpose(1, 2), offs=ends)
 
-    def _run_all(self, x: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
-        """Every expert over every row: of all dtypes the grouped product has a device form for bfloat16 only."""
-        output = torch.zeros_like(x)
-        for expert in range(self.num_experts):
-            output = torch.where((expert_ids == expert)[:, None], self._run_expert(expert, x), output)
-        return output
-
-    def _run_one_by_one(self, x: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    def _run_one_by_one(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """As `_run_grouped`."""
         parts = []
-        for expert, part in enumerate(torch.split(x, counts)):
-            if len(part):
-                parts.append(self._run_expert(expert, part))
+        begin = 0
+        for expert, end in enumerate(ends.tolist()):  # sync: host memory
+            if end > begin:
+                parts.append(self._run_expert(expert, x[begin:end]))
+            begin = end
         return torch.cat(parts)
 
     def _run_expert(self, expert: int, x: torch.Tensor) -> torch.Tensor:
         hidden = gated_activation(F.linear(x, self.gate_up[expert]), self._activation)
         return F.linear(hidden, self.down[expert])
+
+
+@functools.cache
+def _has_grouped_product(device: torch.device) -> bool:
+    """Is the library's one launch there? Elsewhere the host loops over the groups."""
+    return torch.cuda.get_device_capability(device) >= (9, 0)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from engine.kernels.choose_experts import choose_experts
 from engine.layers.linear import Linear
 from engine.layers.moe import RoutedExperts
 from engine.layers.norm import GemmaRMSNorm, normalise
@@ -37,10 +38,15 @@ class GemmaRouter(nn.Module):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """x: [num_tokens, hidden_size]. Returns expert ids [num_tokens, k] int64 and weights of the same shape."""
-        scores = self.proj(normalise(x, self._eps) * self.scale * x.shape[-1] ** -0.5)
-        shares = scores.to(torch.promote_types(x.dtype, torch.float32)).softmax(dim=-1)
-        weights, expert_ids = shares.topk(self._top_k, dim=-1)
-        weights = weights / weights.sum(dim=-1, keepdim=True)
+        logits = self.proj(normalise(x, self._eps) * self.scale * x.shape[-1] ** -0.5)
+        expert_ids, weights = choose_experts(
+            logits.to(torch.promote_types(x.dtype, torch.float32)),
+            None,
+            top_k=self._top_k,
+            scoring="softmax",
+            normalises=True,
+            scale=1.0,
+        )
         return expert_ids, weights * self.per_expert_scale[expert_ids]
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:

@@ -15,13 +15,16 @@ from engine.config import ModelConfig
 from engine.kernels.skinny_linear import skinny_linear
 from engine.layers.exact import make_exact
 from engine.layers.exact_products import ExactProducts
+from engine.layers.expert_router import ExpertRouter, Routing
 from engine.layers.linear import Linear
+from engine.layers.moe import RoutedExperts
 from engine.layers.norm import RMSNorm
 from engine.layers.unnormed import normed
 from engine.models.base import CausalLM
 from engine.models.loader import load_model
 from tests.support.paged_forward import PagedForward
 from tests.support.tiny_drafters import shared_workshop
+from tests.support.tiny_moe import make_tiny_moe
 
 pytestmark = pytest.mark.gpu
 DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
@@ -119,17 +122,47 @@ def test_heads() -> None:
     assert_rows_are_independent(lambda rows: products.linear(x[rows], weight, None), 700)
 
 
+@pytest.mark.parametrize("size", [64, 2048])
+def test_experts(size: int) -> None:
+    """Each pair a tile of its own, tiles of 16 rows and of 64, by the number of rows."""
+    num_experts, choices, num_rows = 8, 3, 1024
+    experts = RoutedExperts(num_experts, size, 96, activation="silu", dtype=DTYPE, device=DEVICE)
+    for parameter in experts.parameters():
+        parameter.copy_(random(*parameter.shape, seed=1) * parameter.shape[-1] ** -0.5)
+    router = ExpertRouter(routing(num_experts, choices), size, dtype=DTYPE, device=DEVICE)
+    router.weight.copy_(random(num_experts, size, seed=2))
+    make_exact(torch.nn.ModuleList((experts, router)))
+    x = random(num_rows, size)
+    assert_rows_are_independent(lambda rows: torch.cat(router(x[rows]), dim=-1), num_rows)
+    assert_rows_are_independent(lambda rows: experts(x[rows], *router(x[rows])), num_rows)
+
+
+def routing(num_experts: int, choices: int) -> Routing:
+    return Routing(
+        num_experts=num_experts,
+        top_k=choices,
+        num_groups=1,
+        num_chosen_groups=1,
+        scoring="softmax",
+        is_corrected=False,
+        normalises=True,
+        scale=1.0,
+    )
+
+
 def dummy_model(folder: Path, geometry: str, num_layers: int) -> Path:
     config = {"torch_dtype": "bfloat16", "eos_token_id": 2, **with_layers(GEOMETRIES[geometry], num_layers)}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
-@pytest.fixture(params=["llama", "gemma4_ple", "smollm2-135m"])
+@pytest.fixture(params=["llama", "gemma4_ple", "gemma4_moe", "glm4_moe_norm", "smollm2-135m"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
     """Tiny ones, and the geometry of a real one with random weights."""
     if request.param in GEOMETRIES:
         path, load_format = dummy_model(tmp_path_factory.mktemp("dummy"), request.param, 4), "dummy"
+    elif request.param == "glm4_moe_norm":
+        path, load_format = make_tiny_moe(tmp_path_factory.mktemp("moe"), request.param), "auto"
     else:
         path, load_format = shared_workshop(tmp_path_factory, request.param).target_path, "auto"
     config = ModelConfig.model_validate(

@@ -36,6 +36,7 @@ WAYS: dict[str, dict[str, Any]] = {
 METHODS = {
     "llama": ("ngram", "eagle3"),
     "gemma4_ple": ("ngram", "gemma4_mtp"),
+    "gemma4_moe": ("ngram", "gemma4_mtp"),
     "geometry": ("ngram",),
     "smollm2": ("ngram", "eagle3"),
 }

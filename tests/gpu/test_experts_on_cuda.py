@@ -1,4 +1,4 @@
-"""Routed experts on a GPU: few rows by our kernels, many by the grouped product, both against the definition."""
+"""Routed experts on a GPU, by each way of computing them, against the definition."""
 
 from __future__ import annotations
 
@@ -10,17 +10,21 @@ from engine.layers.moe import RoutedExperts
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("num_tokens", [1, 7, 16, 17, 80])
-def test_experts_equal_the_definition(num_tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "is_exact"),
+    [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, False), (torch.float32, False)],
+    ids=str,
+)
+@pytest.mark.parametrize("num_tokens", [1, 7, 16, 17, 80, 300])
+def test_experts_equal_the_definition(num_tokens: int, dtype: torch.dtype, is_exact: bool) -> None:
     generator = torch.Generator().manual_seed(num_tokens)
     num_experts, hidden_size, top_k = 10, 64, 3
     device = torch.device("cuda")
-    experts = RoutedExperts(
-        num_experts, hidden_size, 96, activation="silu", dtype=torch.bfloat16, device=device
-    )
+    experts = RoutedExperts(num_experts, hidden_size, 96, activation="silu", dtype=dtype, device=device)
+    experts.is_exact = is_exact
     for parameter in experts.parameters():
         parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    x = torch.randn(num_tokens, hidden_size, generator=generator).to(device, torch.bfloat16)
+    x = torch.randn(num_tokens, hidden_size, generator=generator).to(device, dtype)
     ids = torch.stack(
         [torch.randperm(num_experts - 1, generator=generator)[:top_k] for _ in range(num_tokens)]
     )
@@ -31,5 +35,5 @@ def test_experts_equal_the_definition(num_tokens: int) -> None:
     reference.load_state_dict({name: value.double().cpu() for name, value in experts.state_dict().items()})
     expected = reference(x.double().cpu(), ids, weights.double())
     actual = experts(x, ids.to(device), weights.to(device))
-    assert actual.dtype == torch.bfloat16
+    assert actual.dtype == dtype
     assert (actual.double().cpu() - expected).norm() < 1e-2 * expected.norm()

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from engine.config import engine_config
+from engine.config import ModelConfig, NumericsName, engine_config
 from engine.errors import ConfigError
 from engine.kernels.skinny_linear import Tiling
 from engine.layers import exact_products
 from engine.layers.exact import inexact_layers, make_exact
 from engine.layers.exact_products import ExactProducts, ShapePlan, find_library_rows
+from engine.layers.expert_router import ExpertRouter
 from engine.layers.linear import Linear
 from engine.layers.moe import RoutedExperts
+from engine.models.loader import load_model
 from engine.worker.numerics import set_numerics
 from tests.support.engine_harness import scripted_model
+from tests.support.tiny_moe import TinyMoEKind, make_tiny_moe
 
 CPU = torch.device("cpu")
 
@@ -129,9 +133,34 @@ def test_a_model_is_switched_over_with_all_its_linear_layers(library: Library) -
         assert torch.equal(layer.add_to(expected, x), expected + expected)
 
 
-def test_layers_without_an_exact_form_are_named() -> None:
-    experts = RoutedExperts(2, 8, 8, activation="silu", dtype=torch.float32, device=CPU)
-    assert inexact_layers(torch.nn.Sequential(experts, torch.nn.Identity())) == ["RoutedExperts"]
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("glm4_moe_norm", []),
+        ("glm4_moe", ["groups of experts"]),
+        ("deepseek_v2", ["latent attention"]),
+        ("deepseek_v3", ["groups of experts", "latent attention"]),
+    ],
+)
+def test_what_has_no_exact_form_is_named(kind: TinyMoEKind, expected: list[str], tmp_path: Path) -> None:
+    config = ModelConfig(model=str(make_tiny_moe(tmp_path / "model", kind)))
+    assert inexact_layers(load_model(config, device=CPU).model) == expected
+
+
+@pytest.mark.parametrize("numerics", ["auto", "exact"])
+def test_experts_are_switched_over_if_that_is_asked_for(
+    numerics: NumericsName, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """`auto` leaves them fast: what exact ones cost is not known."""
+    monkeypatch.setattr("engine.worker.numerics._obstacle", lambda *_: None)  # as on a device
+    monkeypatch.setattr(ExactProducts, "try_shape", lambda *_: ShapePlan(()))
+    path = make_tiny_moe(tmp_path / "model", "glm4_moe_norm")
+    loaded = load_model(ModelConfig(model=str(path)), device=CPU)
+    monkeypatch.setattr(loaded.model, "compute_logits", lambda _: None)
+    config = engine_config(model={"model": str(path)}, numerics=numerics)
+    assert set_numerics(config, loaded, CPU) == ("exact" if numerics == "exact" else "fast")
+    layers = [layer for layer in loaded.model.modules() if isinstance(layer, (RoutedExperts, ExpertRouter))]
+    assert [layer.is_exact for layer in layers] == [numerics == "exact"] * 4
 
 
 def test_exact_numerics_need_a_device_that_has_them() -> None:

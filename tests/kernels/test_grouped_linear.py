@@ -1,0 +1,85 @@
+"""Products of pairs grouped by expert against their definition: in the interpreter on CPU, compiled on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed on this platform")
+
+from engine.kernels.gated_activation import ActivationName
+from engine.kernels.grouped_linear import (
+    MAX_UNSORTED_PAIRS,
+    group_pairs,
+    grouped_linear,
+    grouped_linear_reference,
+    sort_pairs,
+)
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+HALF = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16
+TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+def random(*shape: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(DEVICE, HALF)
+
+
+def choose(num_rows: int, choices: int, num_experts: int) -> torch.Tensor:
+    """Distinct experts of each row. Nobody chooses the first and the last one; one is chosen by most."""
+    generator = torch.Generator().manual_seed(num_rows)
+    rows = []
+    for _ in range(num_rows):
+        some = 2 + torch.randperm(num_experts - 3, generator=generator)[: choices - 1]
+        is_popular = torch.rand(1, generator=generator).item() < 0.9
+        rows.append(torch.cat((torch.tensor([1 if is_popular else num_experts - 2]), some)))
+    return torch.cat(rows).to(DEVICE)
+
+
+@pytest.mark.parametrize("activation", [None, "silu", "gelu_tanh"])
+@pytest.mark.parametrize(
+    ("num_rows", "choices", "num_experts", "out_features", "in_features"),
+    [(1, 2, 9, 24, 128), (21, 6, 10, 40, 72), (80, 2, 6, 17, 129), (150, 3, 20, 32, 64)],
+    ids=["one row", "unsorted", "tiles of 64", "tiles of 16"],
+)
+def test_grouped_linear(
+    num_rows: int,
+    choices: int,
+    num_experts: int,
+    out_features: int,
+    in_features: int,
+    activation: ActivationName | None,
+) -> None:
+    x = random(num_rows, in_features, seed=0)
+    columns = out_features if activation is None else 2 * out_features
+    weight = random(num_experts, columns, in_features, seed=1) * in_features**-0.5
+    expert_ids = choose(num_rows, choices, num_experts)
+    expected = grouped_linear_reference(x.float(), weight.float(), expert_ids, activation=activation)
+    is_chosen = torch.zeros(num_experts, dtype=torch.bool, device=DEVICE)
+    is_chosen[expert_ids] = True
+    weight[~is_chosen] = float("nan")  # nobody may touch it
+    y = grouped_linear(x, weight, group_pairs(expert_ids, num_experts), activation=activation)
+    assert y.dtype == HALF
+    torch.testing.assert_close(y.float(), expected, rtol=TOLERANCE[HALF], atol=TOLERANCE[HALF])
+
+
+def test_many_pairs_are_sorted_by_expert() -> None:
+    expert_ids = choose(100, 2, 7)
+    order, ends = sort_pairs(expert_ids, 7)
+    assert torch.equal(order, expert_ids.argsort(stable=True))
+    assert ends.tolist() == [int((expert_ids <= expert).sum()) for expert in range(7)]
+    assert group_pairs(expert_ids[:MAX_UNSORTED_PAIRS], 7).order is None
+    assert group_pairs(expert_ids, 7).order is not None
+
+
+def test_a_pair_does_not_depend_on_the_others() -> None:
+    """At one height of tile; both heights have the same bits on a device (tests/gpu/test_exact_bits.py)."""
+    num_experts, choices = 12, 2
+    x, weight = random(90, 64, seed=0), random(num_experts, 24, 64, seed=1)
+    expert_ids = choose(90, choices, num_experts)
+    together = grouped_linear(x, weight, group_pairs(expert_ids, num_experts))
+    for rows in (slice(0, 1), slice(7, 10), slice(20, 90)):
+        own = slice(choices * rows.start, choices * rows.stop)
+        alone = grouped_linear(x[rows], weight, group_pairs(expert_ids[own].contiguous(), num_experts))
+        assert torch.equal(alone, together[own])
