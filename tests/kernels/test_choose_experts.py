@@ -46,3 +46,18 @@ def test_of_equals_the_lowest_ids_are_chosen() -> None:
     for choose in (choose_experts_reference, choose_experts_triton):
         expert_ids, _ = choose(logits, None, top_k=4, scoring="softmax", normalises=False, scale=1.0)
         assert expert_ids.tolist() == [[1, 4, 0, 2]]
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("is_corrected", [False, True])
+def test_rows_with_nan_have_experts_too(is_corrected: bool, scoring: Scoring) -> None:
+    logits = torch.zeros(3, 160, device=DEVICE)
+    logits[0] = float("nan")
+    logits[1, [7, 150]] = float("nan")
+    correction = torch.full((160,), 0.5, device=DEVICE) if is_corrected else None
+    for choose in (choose_experts_reference, choose_experts_triton):
+        expert_ids, _ = choose(logits, correction, top_k=3, scoring=scoring, normalises=True, scale=1.0)
+        assert expert_ids[[0, 2]].tolist() == [[0, 1, 2]] * 2
+        if scoring == "sigmoid":  # softmax makes the whole row NaN
+            assert expert_ids[1].tolist() == [7, 150, 0]

@@ -15,6 +15,8 @@ from engine.kernels.grouped_linear import (
     grouped_linear_reference,
     sort_pairs,
 )
+from engine.kernels.skinny_linear import skinny_linear
+from engine.layers.moe import RoutedExperts
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HALF = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16
@@ -73,13 +75,36 @@ def test_many_pairs_are_sorted_by_expert() -> None:
     assert group_pairs(expert_ids, 7).order is not None
 
 
-def test_a_pair_does_not_depend_on_the_others() -> None:
-    """At one height of tile; both heights have the same bits on a device (tests/gpu/test_exact_bits.py)."""
-    num_experts, choices = 12, 2
-    x, weight = random(90, 64, seed=0), random(num_experts, 24, 64, seed=1)
+@pytest.mark.parametrize("activation", [None, "gelu_tanh"])
+def test_a_pair_does_not_depend_on_the_others(activation: ActivationName | None) -> None:
+    """Tiles of its own, of 16 rows and of 64; and by the kernel that knows no experts."""
+    num_experts, choices = 5, 2
+    x, weight = random(90, 200, seed=0), random(num_experts, 24, 200, seed=1) * 0.1
     expert_ids = choose(90, choices, num_experts)
-    together = grouped_linear(x, weight, group_pairs(expert_ids, num_experts))
-    for rows in (slice(0, 1), slice(7, 10), slice(20, 90)):
-        own = slice(choices * rows.start, choices * rows.stop)
-        alone = grouped_linear(x[rows], weight, group_pairs(expert_ids[own].contiguous(), num_experts))
-        assert torch.equal(alone, together[own])
+    together = grouped_linear(x, weight, group_pairs(expert_ids, num_experts), activation=activation)
+    for rows in (slice(0, 1), slice(7, 10), slice(20, 86), slice(10, 90)):
+        own = expert_ids[choices * rows.start : choices * rows.stop].contiguous()
+        alone = grouped_linear(x[rows], weight, group_pairs(own, num_experts), activation=activation)
+        assert torch.equal(alone, together[choices * rows.start : choices * rows.stop])
+    for pair in (0, 99, 179):
+        row, expert = pair // choices, int(expert_ids[pair])
+        by_itself = skinny_linear(x[row : row + 1], weight[expert], activation=activation)
+        assert torch.equal(by_itself[0], together[pair])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
+@pytest.mark.parametrize("num_tokens", [3, 70])
+def test_experts_on_a_device_equal_those_on_a_host(num_tokens: int, dtype: torch.dtype) -> None:
+    """By the kernels that devices without a grouped product of the library run."""
+    experts = RoutedExperts(7, 32, 24, activation="silu", dtype=dtype, device=DEVICE)
+    experts.is_exact = dtype == HALF
+    reference = RoutedExperts(7, 32, 24, activation="silu", dtype=torch.float64, device=torch.device("cpu"))
+    for name, parameter in experts.named_parameters():
+        parameter.copy_(random(*parameter.shape, seed=5) * 0.2)
+        reference.get_parameter(name).copy_(parameter)
+    x, expert_ids = random(num_tokens, 32, seed=6).to(dtype), choose(num_tokens, 2, 7)
+    actual = experts._run_on_device(x, expert_ids, 2).view(num_tokens, 2, 32).double().cpu()
+    for choice in range(2):
+        ids = expert_ids.view(num_tokens, 2)[:, choice : choice + 1].cpu()
+        expected = reference(x.double().cpu(), ids, torch.ones(num_tokens, 1, dtype=torch.float64))
+        assert (actual[:, choice] - expected).norm() < TOLERANCE.get(dtype, 1e-5) * expected.norm()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -87,3 +88,29 @@ def test_latent_attention_equals_the_definition(case: Case, dtype: torch.dtype) 
     )
     error = (actual.double() - expected).norm() / expected.norm()
     assert float(error) < TOLERANCE[dtype]
+
+
+def test_a_context_that_grows_is_not_compiled_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    constants: list[dict[str, Any]] = []
+
+    class Recorded:
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *arguments, **own: constants.append(own)
+
+    for name in ("_latent_attention_kernel", "fold_segments_kernel"):
+        monkeypatch.setattr(f"engine.kernels.latent_attention.{name}", Recorded())
+    ints = torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    for max_seq_len in (600, 900, 5000):
+        latent_attention(
+            torch.zeros(1, 2, 24, device=DEVICE),
+            torch.zeros(1, 16, 1, 24, device=DEVICE),
+            ints[None],
+            ints,
+            ints[:1],
+            ints[:1].long(),
+            value_size=16,
+            scale=1.0,
+            max_query_len=1,
+            max_seq_len=max_seq_len,
+        )
+    assert constants[:2] == constants[2:4] == constants[4:]
