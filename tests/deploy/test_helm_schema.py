@@ -40,6 +40,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"autoscaling": {"type": "keda"}}, "autoscaling/keda/serverAddress"),
     ({"autoscaling": {"type": "hpa", "minReplicas": 0}}, "autoscaling/minReplicas"),
     ({"autoscaling": {"targets": {"kvCacheUsage": 85}}}, "autoscaling/targets/kvCacheUsage"),
+    (  # a HorizontalPodAutoscaler without metrics would scale by CPU
+        {"autoscaling": {"type": "hpa", "targets": {"requestsWaiting": None, "kvCacheUsage": None}}},
+        "autoscaling/targets",
+    ),
     ({"monitoring": {"monitor": "yes"}}, "monitoring/monitor"),
 ]
 

@@ -182,7 +182,35 @@ def test_known_models_are_those_of_the_fetcher() -> None:
     schema = yaml.safe_load((CHART / "values.schema.json").read_text())
     names = schema["properties"]["model"]["properties"]["known"]["properties"]["name"]["enum"]
     assert set(names) == set(KNOWN_MODELS)
-    assert all(model.file_name.endswith(".gguf") for model in KNOWN_MODELS.values())  # linked as model.gguf
+    assert all(model.file_name.endswith(".gguf") for model in KNOWN_MODELS.values())  # linked as NAME.gguf
+
+
+def test_releases_that_share_a_cache_do_not_take_each_other_s_model() -> None:
+    configs = []
+    for name in KNOWN_MODELS:
+        manifests = render({"model": {"known": {"name": name}}, "cache": {"existingClaim": "shared"}})
+        file = find(manifests, "ConfigMap", container_config_name(manifests))["data"]["config.yaml"]
+        configs.append(yaml.safe_load(file)["model"])
+        (fetch,) = pod_spec(manifests)["initContainers"]
+        cache = next(e["value"] for e in fetch["env"] if e["name"] == "SLIPSTREAM_CACHE")
+        link = fetch["args"][0].split()[-1].strip('"')
+        assert link.replace("$SLIPSTREAM_CACHE", cache).replace("$MODEL", name) == configs[-1]
+    assert len(set(configs)) == len(KNOWN_MODELS)
+
+
+def test_large_numbers_stay_whole() -> None:
+    """Helm's own text of 2000000 is 2e+06, which the server refuses."""
+    options = {"budget": 2_000_000, "share": 0.5, "name": "a b", "on": True}
+    manifests = render({"speculators": [{"method": "suffix", "options": options}]})
+    config = find(manifests, "ConfigMap", container_config_name(manifests))["data"]["config.yaml"]
+    (speculator,) = yaml.safe_load(config)["speculators"]
+    assert speculator["options"] == {"budget": "2000000", "share": "0.5", "name": "a b", "on": "true"}
+
+
+def test_a_deployment_may_be_recreated() -> None:
+    """Kubernetes takes no settings of rolling updates then; helm merges the defaults into what is given."""
+    deployment = find(render({"strategy": {"type": "Recreate"}}), "Deployment")
+    assert deployment["spec"]["strategy"] == {"type": "Recreate"}
 
 
 def test_routes_name_our_service() -> None:
@@ -207,6 +235,22 @@ def test_autoscalers_ask_for_metrics_that_there_are(value_set: str, kind: str) -
     assert len(wanted) == 3
     assert wanted <= (made or documented)
     assert metric_names([rule["seriesQuery"] for rule in adapter["rules"]["custom"]]) <= documented
+
+
+@pytest.mark.parametrize(
+    ("pod", "is_own"),
+    [
+        ("demo-slipstream-6f9c7d5b8-x2k9q", True),
+        ("demo-slipstream-6f9c7x2k9q", True),  # of a name so long that Kubernetes cuts the hash
+        ("demo-slipstream-canary-6f9c7d5b8-x2k9q", False),
+        ("demo-slipstream-envoy-6f9c7d5b8-x2k9q", False),
+    ],
+)
+def test_keda_asks_for_the_pods_of_its_release_alone(pod: str, is_own: bool) -> None:
+    triggers = find(manifests_of("keda"), "ScaledObject")["spec"]["triggers"]
+    patterns = {match for t in triggers for match in re.findall('pod=~"([^"]+)"', t["metadata"]["query"])}
+    (pattern,) = patterns
+    assert bool(re.fullmatch(pattern, pod)) is is_own
 
 
 def test_an_endpoint_picker_is_told_gauges_that_there_are() -> None:

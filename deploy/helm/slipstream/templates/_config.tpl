@@ -15,7 +15,7 @@
 {{- range .Values.speculators -}}
 {{- $options := dict -}}
 {{- range $name, $value := .options -}}
-{{- $_ := set $options $name (toString $value) -}}
+{{- $_ := set $options $name (include "slipstream.text" $value) -}}
 {{- end -}}
 {{- $speculators = append $speculators (mustMerge (dict "options" $options) (omit . "options")) -}}
 {{- end -}}

@@ -46,6 +46,11 @@ labels: {{- include "slipstream.labels" . | nindent 2 }}
 {{- add .Values.drain.preStopSeconds .Values.drain.delaySeconds .Values.drain.graceSeconds 15 -}}
 {{- end -}}
 
+{{/* A text as it is, a number in full: Helm itself writes 2000000 as 2e+06. */}}
+{{- define "slipstream.text" -}}
+{{- kindIs "string" . | ternary . (toJson .) -}}
+{{- end -}}
+
 {{/* A number as a Kubernetes quantity: 0.85 is 850m. */}}
 {{- define "slipstream.quantity" -}}
 {{- printf "%dm" (round (mulf . 1000) 0 | int) -}}

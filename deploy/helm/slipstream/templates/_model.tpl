@@ -6,7 +6,7 @@
 {{- define "slipstream.model" -}}
 {{- with .Values.model -}}
 {{- if eq .source "known" -}}
-{{ include "slipstream.cacheDir" $ }}/model.gguf
+{{ include "slipstream.cacheDir" $ }}/{{ .known.name }}.gguf
 {{- else if eq .source "hub" -}}
 {{ .hub.id }}
 {{- else if eq .source "volume" -}}
@@ -91,7 +91,7 @@
 {{- end }}
 {{- end -}}
 
-{{/* Fetches a known model into the cache, where it keeps its own name, and links it as model.gguf. */}}
+{{/* Fetches a known model into the cache, which may be shared, and links the file, which keeps its own name, as NAME.gguf. */}}
 {{- define "slipstream.fetchContainer" -}}
 - name: fetch-model
   image: {{ include "slipstream.image" . }}
@@ -100,7 +100,7 @@
   args:
     - |
       path=$(python3 -m tools.fetch_model "$MODEL")
-      ln -sfn "$path" "$SLIPSTREAM_CACHE/model.gguf"
+      ln -sfn "$path" "$SLIPSTREAM_CACHE/$MODEL.gguf"
   env:
     - name: MODEL
       value: {{ .Values.model.known.name }}

@@ -65,6 +65,25 @@ admin-port: 50053
 {{- end }}
 {{- end -}}
 
+{{/* A list of the ports that a pod calls besides DNS: HTTPS where something is downloaded, and that of the traces. */}}
+{{- define "slipstream.egressPorts" -}}
+{{- $downloads := list .Values.server.tokenizer -}}
+{{- range .Values.speculators -}}
+{{- $downloads = append $downloads .model -}}
+{{- end -}}
+{{- $isOnline := has .Values.model.source (list "known" "hub") -}}
+{{- range compact $downloads -}}
+{{- $isOnline = or $isOnline (not (hasPrefix "/" .)) -}}
+{{- end -}}
+{{- if $isOnline }}
+- 443
+{{- end }}
+{{- with index .Values.server "trace-endpoint" }}
+{{- $url := urlParse . }}
+- {{ regexFind "[0-9]+$" (regexFind ":[0-9]+$" $url.host) | default (ternary "443" "80" (eq $url.scheme "https")) }}
+{{- end }}
+{{- end -}}
+
 {{/* What the client of `helm test` needs: whom to trust, what to show, a token. Never the server's key. */}}
 {{- define "slipstream.testSecrets" -}}
 {{- if .Values.tls.enabled }}
