@@ -25,6 +25,7 @@ class ScriptedTask(Task):
     """Its losses on held-out text are given; a model is the number of looks that were taken when it was written."""
 
     table_names = ()
+    described = "text"
 
     def __init__(self, losses: Sequence[float]) -> None:
         self.module: nn.Linear = nn.Linear(2, 2)
@@ -49,12 +50,12 @@ class ScriptedTask(Task):
         (folder / "model").write_text(str(self.losses[self.num_looks - 1]))
 
     def describe(self, num_steps: int) -> dict[str, Any]:
-        return {"described": num_steps}
+        return {"described": num_steps, "data": self.described}
 
 
-def trainer(task: Task, folder: Path, num_looks: int = 6) -> Trainer:
+def trainer(task: Task, folder: Path, num_looks: int = 6, steps: int = 24) -> Trainer:
     settings = LoopSettings(
-        limit=Limit(steps=24),
+        limit=Limit(steps=steps),
         optimiser=OptimiserSettings(learning_rate=0.01, table_learning_rate=0.01),
         folder=folder / "state",
         output=folder / "model",
@@ -84,6 +85,31 @@ def test_a_run_that_goes_on_remembers_its_best_model(tmp_path: Path) -> None:
     assert (tmp_path / "model" / "model").read_text() == "3.0"
     assert report["best_step"] == 12
     assert report["described"] == 24
+
+
+def test_of_models_that_are_equally_good_the_last_is_kept(tmp_path: Path) -> None:
+    """Such as those that have learned nothing that counts yet."""
+    report = trainer(ScriptedTask([1.0] * 6), tmp_path).run()
+    assert report["best_step"] == 24
+
+
+def test_a_run_that_is_lengthened_is_looked_at_over_all_of_it(tmp_path: Path) -> None:
+    trainer(ScriptedTask(OVERFITTED), tmp_path).run()
+    report = trainer(ScriptedTask([7.0, 2.0, 7.0]), tmp_path, steps=48).run()
+    assert [look["step"] for look in report["looks"]] == [4, 8, 12, 16, 20, 24, 32, 40, 48]
+    assert report["best_step"] == 40
+
+
+def test_the_state_of_another_run_is_refused(tmp_path: Path) -> None:
+    """Its weights may be of other tokens: which ones an EAGLE-3 head drafts follows from the text."""
+    trainer(ScriptedTask(OVERFITTED), tmp_path).run(stop_at=2)
+    other = ScriptedTask(OVERFITTED)
+    other.described = "other text"
+    with pytest.raises(ValueError, match="of a run with other data"):
+        trainer(other, tmp_path)
+    other.described, other.module = ScriptedTask.described, nn.Linear(3, 2)
+    with pytest.raises(ValueError, match="of a run with other num_parameters"):
+        trainer(other, tmp_path)
 
 
 def test_a_target_that_learns_its_chats_by_heart_is_not_the_one_that_is_kept(tmp_path: Path) -> None:

@@ -94,6 +94,36 @@ def test_a_run_that_goes_on_ends_where_an_unbroken_one_does(
     assert all(torch.equal(weight, broken[name]) for name, weight in unbroken.items())
 
 
+def test_a_command_that_is_given_again_samples_more_and_not_the_same(
+    bench: Workbench, tmp_path: Path
+) -> None:
+    command = [
+        "sample",
+        "--model",
+        bench.folder / "target",
+        "--device",
+        "cpu",
+        "--num-seqs",
+        8,
+        "--kinds",
+        "chat",
+    ]
+    limits = ["--max-model-len", 128, "--time-limit", 600, "--limit", 8, "--max-tokens", 8]
+    for _ in range(2):
+        bench.run(*command, *limits, "--output", tmp_path)
+    prompts = [sample.prompt for sample in read_samples([tmp_path])]
+    assert len(set(prompts)) > len(prompts) / 2 >= 8
+
+
+@pytest.mark.parametrize("option", ["--steps", "--time-limit", "--rows", "--draft-steps"])
+def test_a_run_of_nothing_is_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    limit = [] if option in ("--steps", "--time-limit") else ["--steps", "1"]
+    folders = ["--samples", "text", "--output", "model", "--state", "state"]
+    with pytest.raises(SystemExit):
+        main(["eagle", "--target", "target", *folders, *limit, option, "0"])
+    assert "expected more than 0" in capsys.readouterr().err
+
+
 def test_a_target_writes_prompts_and_answers_them(bench: Workbench, tmp_path: Path) -> None:
     engine = ["--model", bench.folder / "target", "--device", "cpu", "--num-seqs", 8, "--max-model-len", 128]
     limits = ["--time-limit", 600, "--limit", 24, "--max-tokens", 24]
@@ -106,6 +136,27 @@ def test_a_target_writes_prompts_and_answers_them(bench: Workbench, tmp_path: Pa
     )
     answered = {sample.prompt for sample in read_samples([tmp_path / "text"])}
     assert answered & {prompt for prompts in asked.values() for prompt in prompts}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--max-tokens", "126"], "expected fewer: none of 1000 prompts leaves so many of 128"),
+        (["--greedy-share", "25"], "expected 0 to 1"),
+    ],
+)
+def test_answers_that_cannot_be_sampled_are_refused(
+    options: list[str],
+    message: str,
+    bench: Workbench,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Rather than looked for without end."""
+    engine = ["--model", str(bench.folder / "target"), "--device", "cpu", "--max-model-len", "128"]
+    limits = ["--time-limit", "600", "--output", str(tmp_path / "text"), "--kinds", "chat"]
+    assert main(["sample", *engine, *limits, *options]) == 1
+    assert message in capsys.readouterr().err
 
 
 def test_a_head_is_accepted_after_training_on_what_its_target_wrote_and_some_more(

@@ -25,6 +25,7 @@ from tools.train.draft_tasks import AssistantTask, DraftTask, Eagle3Task
 from tools.train.loop import LoopSettings, Task, Trainer
 from tools.train.optimiser import OptimiserSettings
 from tools.train.prompts import Prompt, PromptSource, questions_of
+from tools.train.samples import SampleWriter
 from tools.train.sampling import Render, SamplingPlan, one_turn, sample_answers
 from tools.train.target_task import TargetTask
 from tools.train.text_files import read_documents
@@ -33,6 +34,7 @@ from tools.train.tokenizer import train_tokenizer, write_tokenizer
 _BOOK_CHARACTERS = 160_000  # of each text that a tokenizer is trained on
 _NUM_HELD_OUT_SAMPLES = 96
 _POLL_SECONDS = 0.2
+_SEEDS_OF_A_FILE = 10**9  # more than there are seeds of a command
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,9 @@ def _run_ask(options: argparse.Namespace) -> None:
 
 
 def _run_sample(options: argparse.Namespace) -> None:
+    if not 0.0 <= options.greedy_share <= 1.0:
+        raise ValueError(f"--greedy-share: got {options.greedy_share}, expected 0 to 1")
+
     def prompts(seed: int) -> Iterator[Prompt]:
         asked = read_asked(options.asked)
         passages = [*read_documents(options.passages), *asked.pop(ARTICLE, [])]
@@ -134,7 +139,9 @@ def _sample(
         _run_workers(options.workers)
         return
     worker = options.worker or 0
-    seed = options.seed * 1000 + worker
+    writer = SampleWriter(options.output, f"seed{options.seed}-worker{worker}")
+    # A run that goes on behind what is there draws other prompts than that did.
+    seed = options.seed * 1000 + worker + writer.num_files * _SEEDS_OF_A_FILE
     plan = SamplingPlan(
         max_tokens=tuple(options.max_tokens),
         min_tokens=recipes.MIN_ANSWER_TOKENS,
@@ -147,9 +154,9 @@ def _sample(
         tokenizer=options.tokenizer,
         seed=seed,
     )
-    name = f"seed{options.seed}-worker{worker}"
-    place = (options.output, name, options.time_limit, options.limit)
-    print(sample_answers(options.model, plan, prompts(seed), render, *place))
+    print(
+        sample_answers(options.model, plan, prompts(seed), render, writer, options.time_limit, options.limit)
+    )
 
 
 def _run_workers(count: int) -> None:
@@ -174,17 +181,30 @@ def _run_workers(count: int) -> None:
 # ---- what the training stages share ---------------------------------------------------------------------------------
 
 
+def _positive(text: str) -> float:
+    """An option's type."""
+    value = float(text)
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"got {text}, expected more than 0")
+    return value
+
+
+def _count(text: str) -> int:
+    """An option's type."""
+    return int(_positive(str(int(text))))
+
+
 def _training_arguments(parser: argparse.ArgumentParser, rows: int, row_length: int) -> None:
     limit = parser.add_mutually_exclusive_group(required=True)
-    limit.add_argument("--time-limit", type=float, help="seconds of training")
-    limit.add_argument("--steps", type=int, help="steps of training")
+    limit.add_argument("--time-limit", type=_positive, help="seconds of training")
+    limit.add_argument("--steps", type=_count, help="steps of training")
     parser.add_argument("--samples", type=Path, nargs="+", required=True, help="folders of *.jsonl.gz")
     parser.add_argument("--output", type=Path, required=True, help="folder for the model and report.json")
     parser.add_argument("--state", type=Path, required=True, help="folder for the state to go on from")
-    parser.add_argument("--rows", type=int, default=rows, help="rows of a step; default: %(default)s")
-    parser.add_argument("--row-length", type=int, default=row_length, help="tokens; default: %(default)s")
-    parser.add_argument("--learning-rate", type=float, help="of matrices")
-    parser.add_argument("--table-learning-rate", type=float, help="of tables and norms")
+    parser.add_argument("--rows", type=_count, default=rows, help="rows of a step; default: %(default)s")
+    parser.add_argument("--row-length", type=_count, default=row_length, help="tokens; default: %(default)s")
+    parser.add_argument("--learning-rate", type=_positive, help="of matrices")
+    parser.add_argument("--table-learning-rate", type=_positive, help="of tables and norms")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--seed", type=int, default=0)
 
@@ -247,7 +267,7 @@ def _drafter_arguments(parser: argparse.ArgumentParser, rows: int, row_length: i
     _training_arguments(parser, rows, row_length)
     parser.add_argument("--target", required=True, help="directory or GGUF file of the target")
     parser.add_argument(
-        "--draft-steps", type=int, default=num_steps, help="k in training; default: %(default)s"
+        "--draft-steps", type=_count, default=num_steps, help="k in training; default: %(default)s"
     )
 
 

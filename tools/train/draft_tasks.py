@@ -25,7 +25,8 @@ _NUM_HELD_OUT_ROWS = 32
 
 
 class DraftTask(Task):
-    """`greedy`: rows of greedy text, held out, on which chains of drafts are measured."""
+    """`greedy`: rows of greedy text, held out, on which chains of drafts are measured. Raises ValueError for rows that
+    another model wrote."""
 
     def __init__(
         self,
@@ -39,6 +40,12 @@ class DraftTask(Task):
         device: torch.device,
         sources: Mapping[str, Any],
     ) -> None:
+        highest = max(int(part.token_ids.max()) for part in (rows, greedy))
+        if highest >= target.model.vocab_size:
+            raise ValueError(
+                f"samples: got the token {highest}, expected some of the target's {target.model.vocab_size}: another "
+                "model wrote them"
+            )
         torch.manual_seed(seed)
         self.device = device
         self._target = target
@@ -128,6 +135,8 @@ class AssistantTask(DraftTask):
         policy: str,
         **options: Any,
     ) -> None:
+        if not target.model.shareable_kv():
+            raise ValueError("the target: got one that shares no keys and values, expected a Gemma 4")
         super().__init__(target, rows, greedy, **options)
         self._policy = policy
         self._raw = assistant_config(target.raw_config, dtype=self.dtype_name, **shape)

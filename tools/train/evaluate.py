@@ -148,12 +148,19 @@ def acceptance(observations: Sequence[SpecObservation], k: int) -> dict[str, Any
 
 
 def run(options: argparse.Namespace) -> None:
+    if options.max_tokens < 2:  # the first one comes without drafts, and no time is taken of it
+        raise ValueError(f"--max-tokens: got {options.max_tokens}, expected at least 2")
     tokenizer = load_hf_tokenizer(ModelConfig(model=options.target, tokenizer=options.tokenizer))
     sets = prompt_sets(options.prompts, options.num_prompts, options.held_out, options.seed)
     encoded = {name: [encode(tokenizer, text) for text in texts] for name, texts in sets.items()}
     if options.max_model_len is not None:
         room = options.max_model_len - options.max_tokens
         encoded = {name: [ids for ids in prompts if len(ids) <= room] for name, prompts in encoded.items()}
+    for name, prompts in encoded.items():
+        if not prompts:
+            raise ValueError(
+                f"prompts of {name}: got none, expected some of at most --max-model-len less --max-tokens"
+            )
     speculators = [read_speculator(text, options.k) for text in options.speculator]
     result: dict[str, Any] = {
         "target": Path(options.target).name,
@@ -220,17 +227,21 @@ def _speed(
 
 
 def prompt_sets(paths: Sequence[Path], count: int, held_out: bool, seed: int) -> dict[str, list[str]]:
-    """First turns by set, evenly over the file; and held-out chats."""
+    """First turns by set, evenly over the file; and held-out chats. Raises ValueError where there are none."""
     sets: dict[str, list[str]] = {}
     for path in paths:
         for line in path.read_text(encoding="utf-8").splitlines():
             entry = json.loads(line)
+            if not entry.get("turns"):
+                raise ValueError(f"{path}: got a line with {', '.join(entry)}, expected one with turns")
             sets.setdefault(entry.get("set", path.stem), []).append(entry["turns"][0])
     sets = {name: texts[:: max(len(texts) // count, 1)][:count] for name, texts in sets.items()}
     if held_out:
         prompts = PromptSource(seed, recipes.CHAT_KINDS).take(held_out=True)
         distinct = dict.fromkeys(prompt.text for prompt in itertools.islice(prompts, 4 * count))
         sets[HELD_OUT_SET] = list(distinct)[:count]
+    if not sets:
+        raise ValueError("prompts: got none, expected --prompts or --held-out")
     return sets
 
 
@@ -242,8 +253,11 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 
 
 def read_speculator(text: str, k: int) -> dict[str, Any]:
-    """ "gemma4_mtp,model=DIR,positions=last_token" as the engine's configuration takes it; `k` where it says none."""
+    """ "gemma4_mtp,model=DIR,positions=last_token" as the engine's configuration takes it; `k` where it says none.
+    Raises ValueError."""
     method, *pairs = text.split(",")
+    if not all("=" in pair for pair in pairs):
+        raise ValueError(f"--speculator: got {text}, expected METHOD[,key=value...]")
     options = dict(pair.split("=", 1) for pair in pairs)
     return {
         "method": method,

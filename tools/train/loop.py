@@ -89,8 +89,15 @@ class Trainer:
         self._step = 0
         self._history: list[dict[str, float]] = []
         self._looks: list[Look] = []
+        self._run = {
+            "task": type(task).__name__,
+            "num_parameters": sum(parameter.numel() for parameter in task.module.parameters()),
+            **task.describe(0),
+        }
         used_seconds = self._resume()
         self._budget = Budget(settings.limit, used_seconds)
+        # Of those that are due: fewer than there were, where the limit has grown since.
+        self._num_looked = min(len(self._looks), int(self._due_looks()))
 
     @property
     def step(self) -> int:
@@ -103,8 +110,9 @@ class Trainer:
         said_step = self._step
         with fused_attention(self._task.device):
             while (progress := self._budget.progress(self._step)) < 1.0 and self._step != stop_at:
-                if progress * settings.num_looks >= len(self._looks) + 1:
+                if (due := int(self._due_looks())) > self._num_looked:
                     self._look()
+                    self._num_looked = due
                 loss = self._task.loss(self._step, progress)
                 loss.backward()  # type: ignore[no-untyped-call]
                 norm = self._optimiser.step(learning_rate_scale(progress))
@@ -122,6 +130,9 @@ class Trainer:
             self._save()
             return self._report()
 
+    def _due_looks(self) -> float:
+        return self._budget.progress(self._step) * self._settings.num_looks
+
     def _say(self, loss: torch.Tensor, norm: torch.Tensor, rate: float) -> None:
         entry = {
             "step": self._step,
@@ -133,7 +144,7 @@ class Trainer:
         print(f"{type(self._task).__name__} {json.dumps(entry)} {rate:.2f} steps/s", flush=True)
 
     def _look(self) -> None:
-        """Measure on held-out text, and write the model if it was never better."""
+        """Measure on held-out text, and write the model if none was better."""
         if self._looks and self._looks[-1].step == self._step:
             return
         with torch.no_grad():
@@ -145,12 +156,14 @@ class Trainer:
             self._task.export(self._settings.output)
 
     def _best(self) -> Look:
-        return min(self._looks, key=lambda look: look.badness)
+        """Of equals the last, which has learned most."""
+        return min(reversed(self._looks), key=lambda look: look.badness)
 
     def _save(self) -> None:
         folder = self._settings.folder
         folder.mkdir(parents=True, exist_ok=True)
         state = {
+            "run": self._run,
             "step": self._step,
             "used_seconds": self._budget.used_seconds,
             "history": self._history,
@@ -162,11 +175,20 @@ class Trainer:
         partial.rename(folder / STATE_FILE)
 
     def _resume(self) -> float:
-        """Take up what the folder holds. Returns the seconds used so far."""
+        """Take up what the folder holds. Returns the seconds used so far. Raises ValueError for the state of another
+        run: weights mean nothing to other data, which other tokens can be drafted from, or to another shape.
+        """
         path = self._settings.folder / STATE_FILE
         if not path.exists():
             return 0.0
         state = torch.load(path, map_location=self._task.device, weights_only=True)
+        kept = state.get("run", {})
+        if kept != self._run:
+            keys = [key for key in {**kept, **self._run} if kept.get(key) != self._run.get(key)]
+            raise ValueError(
+                f"{path}: got the state of a run with other {', '.join(keys)}, expected one with the same; go on with "
+                "what it was, or give another folder"
+            )
         self._step, self._history = state["step"], state["history"]
         self._looks = [Look(**entry) for entry in state["looks"]]
         self._optimiser.load_state_dict(state["optimiser"])
@@ -176,13 +198,12 @@ class Trainer:
 
     def _report(self) -> dict[str, Any]:
         report: dict[str, Any] = {
-            "task": type(self._task).__name__,
             "torch": torch.__version__,
             "device": device_name(self._task.device),
             "steps": self._step,
             "seconds": round(self._budget.used_seconds, 1),
             "optimiser": asdict(self._settings.optimiser),
-            "num_parameters": sum(parameter.numel() for parameter in self._task.module.parameters()),
+            **self._run,
             **self._task.describe(self._step),
             "history": self._history,
             "looks": [look.as_entry() for look in self._looks],

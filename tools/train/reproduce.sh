@@ -1,7 +1,7 @@
 #!/bin/sh
 # How the models under models/ are made, on one H200: `tools/train/reproduce.sh STAGE...` runs stages one behind the
-# other. Each ends by its time limit, and goes on where it was when it is run again with more. The first command that
-# fails ends everything.
+# other. Each ends by its time limit, and goes on where it was when it is run again with more time; where there is more
+# text than before, remove the stage's folder in WORK/states first. The first command that fails ends everything.
 #
 #   TEXT     folder with books.txt.xz, peps.txt.xz and gsm8k_train.txt.xz
 #   SMOLLM2  the GGUF file of SmolLM2-135M-Instruct (python -m tools.fetch_model smollm2)

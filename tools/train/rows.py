@@ -76,14 +76,6 @@ class Rows:
             is_learned=to_device(self.is_learned[indices], device),
         )
 
-    def split(self, num_held_out: int) -> tuple[Rows, Rows]:
-        """(training, held-out) rows; the held-out ones are the last."""
-        first = len(self) - num_held_out
-        return self._slice(0, first), self._slice(first, len(self))
-
-    def _slice(self, start: int, end: int) -> Rows:
-        return Rows(self.token_ids[start:end], self.positions[start:end], self.is_learned[start:end])
-
 
 def pack_documents(documents: Iterable[Document], row_length: int, seed: int, pad_id: int = 0) -> Rows:
     """Documents in an order drawn by the seed, as many to a row as fit; one that is too long is cut at its end, and

@@ -39,6 +39,11 @@ class SampleWriter:
         folder.mkdir(parents=True, exist_ok=True)
         self._next = len(list(folder.glob(f"{name}-*.jsonl.gz")))
 
+    @property
+    def num_files(self) -> int:
+        """Files of this name that there are."""
+        return self._next
+
     def add(self, sample: Sample) -> None:
         self._open.append(sample)
         if len(self._open) >= self._limit:

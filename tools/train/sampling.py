@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from engine.checkpoint.tokenizer_files import load_hf_tokenizer
@@ -23,6 +22,7 @@ from tools.train.samples import Sample, SampleWriter
 
 Render = Callable[[Any, Prompt], str]  # of a tokenizer and a prompt: the text that the model goes on with
 _REPORT_SECONDS = 10.0
+_MOST_TOO_LONG = 1000  # prompts one behind the other
 _TOP_K = 64  # bounds what is sorted of each row; as in Gemma's own defaults
 
 
@@ -119,14 +119,23 @@ class AnswerSampler:
         return report
 
     def _refill(self, prompts: Iterator[Prompt], limit: int | None) -> None:
+        """Prompts that leave no room for their answer are left out. Raises ConfigError where all of them would be."""
         room = self._plan.num_seqs if limit is None else min(self._plan.num_seqs, limit)
+        num_too_long = 0
         while len(self._open) < room:
             prompt = next(prompts)
             text = self._render(self._tokenizer, prompt)
             prompt_ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
             params = self._params()
             if len(prompt_ids) + params.max_tokens > self._max_model_len:
+                num_too_long += 1
+                if num_too_long == _MOST_TOO_LONG:
+                    raise ConfigError(
+                        f"max_tokens: got {params.max_tokens}, expected fewer: none of {num_too_long} prompts leaves "
+                        f"so many of {self._max_model_len}"
+                    )
                 continue
+            num_too_long = 0
             request_id = str(self._num_asked)
             self._num_asked += 1
             self._open[request_id] = _Open(prompt, prompt_ids, params.temperature)
@@ -191,8 +200,7 @@ def sample_answers(
     plan: SamplingPlan,
     prompts: Iterator[Prompt],
     render: Render,
-    folder: Path,
-    name: str,
+    writer: SampleWriter,
     seconds: float,
     limit: int | None,
 ) -> SamplingReport:
@@ -201,4 +209,4 @@ def sample_answers(
     tokenizer = load_hf_tokenizer(ModelConfig(model=model, tokenizer=plan.tokenizer))
     print(f"engine ready: {core.model_info.startup_seconds}", flush=True)
     sampler = AnswerSampler(core, tokenizer, render, plan, core.model_info.max_model_len)
-    return sampler.run(prompts, SampleWriter(folder, name), seconds, limit)
+    return sampler.run(prompts, writer, seconds, limit)

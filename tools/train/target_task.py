@@ -34,11 +34,14 @@ class TargetData:
 
     prose: Prose
     chats: Rows
+    held_out_chats: Rows
     row_length: int
     sources: Mapping[str, Any]
 
 
 class TargetTask(Task):
+    """Raises ValueError where there is too little text to draw from, or to look at."""
+
     table_names: ClassVar = ("embed_tokens",)
 
     def __init__(
@@ -57,9 +60,18 @@ class TargetTask(Task):
         self.module: GemmaForTraining = GemmaForTraining(raw, dtype, device, dropout)
         self._raw = raw
         self._data = data
-        self._chats, self._held_out_chats = data.chats.split(min(_NUM_HELD_OUT_ROWS, len(data.chats) // 10))
+        self._chats = data.chats
         self._held_out_prose = len(data.prose.stream) // 100  # tokens at the end
         self._num_prose_rows = (len(data.prose.stream) - self._held_out_prose) / data.row_length
+        if self._num_prose_rows <= 1:
+            raise ValueError(
+                f"text: got {len(data.prose.stream)} tokens, expected more than a row of {data.row_length}"
+            )
+        if not len(data.held_out_chats) and self._held_out_prose < data.row_length:
+            raise ValueError(
+                f"held-out text: got answers to fewer than ten prompts and {self._held_out_prose} tokens of prose, a "
+                f"hundredth, expected more answers, or {data.row_length} tokens"
+            )
         self._chat_share = mean_chat_share(len(self._chats), self._num_prose_rows)
         self._rows_per_step = rows_per_step
         self._dropout = dropout
@@ -90,12 +102,14 @@ class TargetTask(Task):
         prose = self._data.prose.rows(first + length * np.arange(num_windows), length)
         self.module.eval()
         figures = {}
-        for name, rows in (("prose", prose), ("chats", self._held_out_chats)):
-            starts = range(0, len(rows), _EVALUATION_ROWS)
-            parts = [np.arange(start, min(start + _EVALUATION_ROWS, len(rows))) for start in starts]
-            losses = [float(self._loss_of(rows.batch(part, self.device))) * len(part) for part in parts]
+        for name, rows in (("prose", prose), ("chats", self._data.held_out_chats)):
+            count = min(len(rows), _NUM_HELD_OUT_ROWS)
+            starts = range(0, count, _EVALUATION_ROWS)
+            parts = [np.arange(start, min(start + _EVALUATION_ROWS, count)) for start in starts]
+            losses = [float(self._loss_of(rows.batch(part, self.device))) for part in parts]
             if losses:
-                figures[f"{name}_loss"] = round(sum(losses) / len(rows), 4)
+                weights = [int(rows.is_learned[part].sum()) for part in parts]  # by token
+                figures[f"{name}_loss"] = round(float(np.average(losses, weights=weights)), 4)
                 figures[f"{name}_perplexity"] = round(math.exp(figures[f"{name}_loss"]), 2)
         return figures
 
