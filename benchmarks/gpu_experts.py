@@ -36,7 +36,9 @@ def measure_experts(name: str, num_rows: int, time_us: Timer) -> dict[str, Any]:
     x = torch.randn(num_rows, shape["hidden_size"], dtype=torch.bfloat16, device=device)
     choices = torch.rand(num_rows, shape["num_experts"], device=device).topk(top_k)
     weights, expert_ids = choices.values.softmax(dim=-1), choices.indices.contiguous()
-    num_bytes = len(set(expert_ids.flatten().tolist())) * 2 * 3 * shape["hidden_size"] * shape["intermediate_size"]
+    num_bytes = (
+        len(set(expert_ids.flatten().tolist())) * 2 * 3 * shape["hidden_size"] * shape["intermediate_size"]
+    )
     row: dict[str, Any] = {"layer": name, "rows": num_rows}
     for numerics in ("fast", "exact"):
         for layer in copies:

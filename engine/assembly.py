@@ -91,6 +91,8 @@ def resolve_device(name: str) -> torch.device:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"device: got {name!r}, which torch cannot use: {error}") from None
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)  # of this thread, the engine's: kernels of our own take it
     return device
 
 
@@ -213,10 +215,8 @@ def _make_runner(
 ) -> ModelRunner:
     """Allocate the KV caches, the target's and the drafter's, and bind everything that lives on the device."""
     backend = make_attention_backend(config.attention_backend, device)
-    # One row more than requests may have: it pads captured steps.
-    block_tables = BlockTables(
-        len(groups), info.max_num_seqs + 1, info.max_model_len, info.block_size, device
-    )
+    num_rows = config.scheduler.num_rows
+    block_tables = BlockTables(len(groups), num_rows, info.max_model_len, info.block_size, device)
 
     def allocate(group_indices: Sequence[int]) -> dict[int, LayerKVCache]:
         specs = [groups[index] for index in group_indices]
@@ -254,7 +254,7 @@ def _make_runner(
         block_tables=block_tables,
         speculators=speculator_set,
         rule=rule,
-        max_num_rows=info.max_num_seqs,
+        num_rows=num_rows,
         max_model_len=info.max_model_len,
         max_drafts=config.max_speculative_tokens,
         device=device,
@@ -269,7 +269,7 @@ def _make_rule(config: EngineConfig, loaded: LoadedModel, device: torch.device) 
         return SyntheticRule(config.synthetic_acceptance, device)
     if config.verification == "ratio":
         dtype = torch.promote_types(loaded.dtype, torch.float32)  # that of logits
-        num_rows, max_drafts = config.scheduler.max_num_seqs, max(config.max_speculative_tokens, 1)
+        num_rows, max_drafts = config.scheduler.num_rows, max(config.max_speculative_tokens, 1)
         return RatioRule(DraftDistributions(num_rows, max_drafts, loaded.model.vocab_size, dtype, device))
     return CoupledRule()
 

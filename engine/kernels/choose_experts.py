@@ -1,8 +1,9 @@
 """A token's experts and their weights from the router's logits, in one launch.
 
 scores = sigmoid(logits) or softmax(logits); the `top_k` experts with the largest score + correction are chosen, largest
-first, of equals the one with the lowest id; their weights are the scores themselves, divided by their sum where
-`normalises`, times `scale`. Without groups of experts. Scores in the dtype of the logits, float32 or float64.
+first, NaN before all others, of equals the one with the lowest id; their weights are the scores themselves, divided by
+their sum where `normalises`, times `scale`. So ids are experts whatever a row holds: rows that pad a batch hold what
+was left in memory. Without groups of experts. Scores in the dtype of the logits, float32 or float64.
 
 Shapes: logits [num_tokens, num_experts] dense; correction [num_experts]; expert ids [num_tokens, top_k] int64; weights
 [num_tokens, top_k] of the logits' dtype. Grid: tokens.
@@ -69,6 +70,7 @@ def _choose_experts_kernel(
     choice = scores
     if IS_CORRECTED:
         choice += tl.load(correction_ptr + experts, mask=valid, other=0.0)
+    choice = tl.where(choice == choice, choice, float("inf"))  # else NaN loses against what pads
     choice = tl.where(valid, choice, float("-inf"))
     places = tl.arange(0, BLOCK_K)
     chosen = tl.zeros([BLOCK_K], tl.int64)

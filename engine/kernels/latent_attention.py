@@ -53,7 +53,7 @@ def latent_attention_reference(
     return output
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_reqs", "num_segments", "table_stride"])  # one compilation for all batches
 def _latent_attention_kernel(
     query_ptr,
     cache_ptr,
@@ -65,6 +65,7 @@ def _latent_attention_kernel(
     positions_ptr,
     block_table_ptr,
     num_reqs,
+    num_segments,
     scale,
     table_stride,
     NUM_HEADS: tl.constexpr,
@@ -77,7 +78,7 @@ def _latent_attention_kernel(
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     SEGMENT_SIZE: tl.constexpr,
-    NUM_SEGMENTS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     begin(OVERLAPS)
@@ -110,7 +111,7 @@ def _latent_attention_kernel(
     key_begin = 0
     key_end = computed + tl.minimum(first_query + BLOCK_Q, query_len)
     key_end = tl.minimum(key_end, tl.load(seq_lens_ptr + request))
-    if NUM_SEGMENTS > 1:
+    if IS_SPLIT:
         key_begin = tl.program_id(2) * SEGMENT_SIZE
         key_end = tl.minimum(key_end, key_begin + SEGMENT_SIZE)
         if key_begin >= key_end:
@@ -150,8 +151,8 @@ def _latent_attention_kernel(
         peak = new_peak
 
     row_out = (row_token * NUM_HEADS + row_head).to(tl.int64)
-    if NUM_SEGMENTS > 1:
-        slot = row_out * NUM_SEGMENTS + tl.program_id(2)
+    if IS_SPLIT:
+        slot = row_out * num_segments + tl.program_id(2)
         tl.store(partial_ptr + slot[:, None] * VALUE_SIZE + dims[None, :], acc, mask=row_mask)
         tl.store(stats_ptr + slot * 2, peak, mask=row_valid)
         tl.store(stats_ptr + slot * 2 + 1, total, mask=row_valid)
@@ -208,6 +209,7 @@ def latent_attention(
         positions,
         block_table,
         len(seq_lens),
+        num_segments,
         scale,
         block_table.stride(0),
         NUM_HEADS=num_heads,
@@ -220,7 +222,7 @@ def latent_attention(
         BLOCK_SIZE=cache.shape[1],
         TILE=tile,
         SEGMENT_SIZE=segment,
-        NUM_SEGMENTS=num_segments,
+        IS_SPLIT=is_split,
         num_warps=8,
         num_stages=2,
         **launch_options(query.device),

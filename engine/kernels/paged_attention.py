@@ -329,7 +329,7 @@ def paged_attention(
         # Wider than high, else Triton has every warp of mma.sync compute the whole tile.
         SUM_COLUMNS=2 * num_rows if num_rows < 64 else 16,
         FIRST_PHASE=2 if form.span or max_query_len <= MAX_SHORT_QUERY_LEN else 0 if window else 1,
-        FOLDS=folds,
+        FOLDS=folds and form.span > 0,
         num_warps=form.num_warps,
         num_stages=form.num_stages,
         maxnreg=form.max_registers,

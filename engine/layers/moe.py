@@ -99,5 +99,5 @@ class RoutedExperts(nn.Module):
 
 @functools.cache
 def _has_grouped_product(device: torch.device) -> bool:
-    """Is the library's one launch there? Elsewhere the host loops over the groups."""
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+    """Is the library's one launch there? Elsewhere, on later devices too, the host waits and loops over the groups."""
+    return torch.cuda.get_device_capability(device)[0] in (9, 10)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.config import SpeculatorConfig
+from engine.config import SpeculatorConfig, engine_config
 from engine.core import EngineCore
 from tests.support.cuda_engine import capture_all, count_replays, make_cuda_core
 from tests.support.engine_harness import Harness, request
@@ -262,3 +262,22 @@ def test_no_launch_waits_for_the_device(
 ) -> None:
     core = make_core(checkpoints(model_type), method=method, sync_free=True)
     run(core, **WAYS_OF_SAMPLING[sampling])
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_another_device_than_the_first_one(checkpoints: Checkpoints) -> None:
+    checkpoint = checkpoints("llama")
+    expected = run(make_core(checkpoint))
+    core = EngineCore(
+        engine_config(
+            model={"model": str(checkpoint), "dtype": "float32"},
+            device="cuda:1",
+            scheduler={"max_num_seqs": 8},
+            cache={"num_blocks": 512},
+        )
+    )
+    try:
+        capture_all(core)
+        assert run(core) == expected
+    finally:
+        torch.cuda.set_device(0)
