@@ -19,6 +19,24 @@ _TOP_NAMES = {
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
+# What other implementations multiply by; no model here does.
+_FACTORS = (
+    "logit_scale",
+    "residual_scale",
+    "embedding_scale",
+    "attention.scale",
+    "attention.clamp_kqv",
+    "rope.scale_linear",
+    "rope.scaling.alpha",
+    "rope.scaling.attn_factor",
+    "rope.scaling.yarn_log_multiplier",
+    "rope.scaling.yarn_ext_factor",
+    "rope.scaling.yarn_attn_factor",
+    "rope.scaling.yarn_beta_fast",
+    "rope.scaling.yarn_beta_slow",
+)
+# A file has one end of a sequence, one of a turn and one of a message; in a chat each of them ends an answer.
+_END_KEYS = ("eos", "eot", "eom")
 _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
 
@@ -76,6 +94,7 @@ def build_config(metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ..
     if "token_embd.weight" not in shapes:
         raise CheckpointError("token_embd.weight: no such tensor")
     values = ArchitectureMetadata(architecture, metadata)
+    values.refuse(_FACTORS)
     num_heads = values.count("attention.head_count")
     hidden_size = values.count("embedding_length")
     head_size = values.count("attention.key_length", hidden_size // num_heads)
@@ -99,7 +118,9 @@ def build_config(metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ..
         "mlp_bias": any(name.endswith(".ffn_down.bias") for name in shapes),
         "tie_word_embeddings": "output.weight" not in shapes,
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
+        "eos_token_id": [
+            metadata[key] for end in _END_KEYS if (key := f"tokenizer.ggml.{end}_token_id") in metadata
+        ],
         "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id"),
     }
     return config | family.extra_config(values, config)

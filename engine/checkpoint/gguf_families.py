@@ -64,10 +64,18 @@ def _gemma3_config(values: ArchitectureMetadata, config: Mapping[str, Any]) -> d
     scale_size = config["head_dim"]
     if config["num_hidden_layers"] == GEMMA3_27B_NUM_LAYERS:
         scale_size = config["hidden_size"] // config["num_attention_heads"]
+    rope = dict(config["rope_parameters"])
     return {
         "hidden_activation": "gelu_pytorch_tanh",
         "sliding_window": values.count("attention.sliding_window"),
+        "sliding_window_pattern": values.count("attention.sliding_window_pattern", 6),
         "query_pre_attn_scalar": scale_size,
+        "rope_parameters": None,  # of full layers only: the released spelling
+        "rope_theta": rope.pop("rope_theta"),
+        "rope_scaling": rope,
+        "rope_local_base_freq": values.optional("rope.freq_base_swa", 10000.0),
+        "final_logit_softcapping": values.optional("final_logit_softcapping", None),
+        "attn_logit_softcapping": values.optional("attn_logit_softcapping", None),
     }
 
 

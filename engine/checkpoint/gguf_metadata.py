@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from engine.errors import CheckpointError
@@ -31,3 +31,9 @@ class ArchitectureMetadata:
 
     def optional(self, key: str, default: Any) -> Any:
         return self._metadata.get(f"{self._architecture}.{key}", default)
+
+    def refuse(self, keys: Iterable[str]) -> None:
+        """Raises CheckpointError for the first of them that is there."""
+        for key in keys:
+            if (full_key := f"{self._architecture}.{key}") in self._metadata:
+                raise CheckpointError(f"{full_key}: got {self._metadata[full_key]!r}, expected no such entry")

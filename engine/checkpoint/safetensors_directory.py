@@ -43,11 +43,12 @@ class SafetensorsDirectory(CheckpointSource):
         index_path = self.path / INDEX_FILE
         if index_path.exists():
             weight_map = read_json_object(index_path).get("weight_map")
-            if not isinstance(weight_map, dict) or not weight_map:
+            files = weight_map.values() if isinstance(weight_map, dict) else ()
+            if not files or not all(isinstance(name, str) for name in files):
                 raise CheckpointError(
                     f"{index_path}: weight_map: got {weight_map!r}, expected an object of file names"
                 )
-            return [self.path / name for name in sorted(set(weight_map.values()))]
+            return [self.path / name for name in sorted(set(files))]
         single = self.path / SINGLE_FILE
         if single.exists():
             return [single]

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from engine.errors import CheckpointError
+
 
 class CheckpointSource(ABC):
     """Raises CheckpointError from every method when files are missing or corrupt."""
@@ -31,12 +33,13 @@ class CheckpointSource(ABC):
 
 
 def eos_token_ids(config: Mapping[str, Any], generation_config: Mapping[str, Any]) -> tuple[int, ...]:
-    """The ids that end a sequence, of both files together, sorted. Each may hold an int, a list or null."""
+    """The ids that end a sequence, of both files and the decoder's part of a multimodal config together, sorted. Each
+    may hold an int, a list or null; raises CheckpointError for anything else."""
     ids: set[int] = set()
-    for values in (config, generation_config):
-        value = values.get("eos_token_id")
-        if isinstance(value, int):
-            ids.add(value)
-        elif isinstance(value, list):
-            ids.update(value)
+    for values in (config, config.get("text_config"), generation_config):
+        found = values.get("eos_token_id") if isinstance(values, Mapping) else None
+        listed = found if isinstance(found, list) else [] if found is None else [found]
+        if not all(isinstance(value, int) and not isinstance(value, bool) for value in listed):
+            raise CheckpointError(f"eos_token_id: got {found!r}, expected a token id or a list of them")
+        ids.update(listed)
     return tuple(sorted(ids))

@@ -51,11 +51,17 @@ def _converted(gguf_path: Path) -> Path:
     target = cache_directory() / "tokenizers" / f"{gguf_path.stem}-{stat.st_size}-{stat.st_mtime_ns}"
     if target.exists():
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
     tokenizer = _from_pretrained(gguf_path.parent, gguf_file=gguf_path.name)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(dir=target.parent))
+        tokenizer.save_pretrained(work)
+    except OSError as error:
+        raise CheckpointError(
+            f"{target.parent}: the tokenizer of {gguf_path.name} cannot be kept there: {error}; name another folder "
+            "with SLIPSTREAM_CACHE"
+        ) from None
     # Frontend and engine may convert at the same time: each makes its own folder, and the first rename stays.
-    work = Path(tempfile.mkdtemp(dir=target.parent))
-    tokenizer.save_pretrained(work)
     try:
         work.rename(target)
     except OSError:

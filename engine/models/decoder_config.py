@@ -6,12 +6,13 @@ format are read: `rope_parameters` (transformers 5) and `rope_theta` with `rope_
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import CheckpointError
-from engine.layers.rotary import RopeConfig
+from engine.layers.rotary import ROPE_TYPES, RopeConfig
 
 DEFAULT_ROPE_THETA = 10000.0
 
@@ -77,8 +78,9 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
         raise CheckpointError(f"hidden_act: got {activation!r}, expected 'silu'")
     refuse_quantized(raw)
     layer_types = raw.get("layer_types")
-    if layer_types is not None and set(layer_types) != {"full_attention"}:
-        raise CheckpointError(f"layer_types: got {sorted(set(layer_types))}, expected only 'full_attention'")
+    kinds = sorted({str(kind) for kind in layer_types}) if isinstance(layer_types, list) else layer_types
+    if kinds not in (None, ["full_attention"]):
+        raise CheckpointError(f"layer_types: got {kinds}, expected only 'full_attention'")
     window = raw.get("sliding_window")
     if layer_types is None and window is not None and raw.get("use_sliding_window", True):
         raise CheckpointError(f"sliding_window: got {window} in use, expected full attention")
@@ -93,34 +95,48 @@ def refuse_quantized(raw: Mapping[str, Any]) -> None:
         )
 
 
+def rope_parameters(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of either generation; `rope_scaling` holds where both stand, as in transformers. Raises CheckpointError."""
+    parameters = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    if not isinstance(parameters, dict):
+        raise CheckpointError(f"rope_parameters: got {parameters!r}, expected an object")
+    return parameters
+
+
 def read_rope(
     raw: Mapping[str, Any], head_size: int, max_positions: int, rotary_share: float = 1.0
 ) -> RopeConfig:
     """Of heads of which a share of the features turns. Raises CheckpointError."""
-    parameters = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    if not isinstance(parameters, dict):
-        raise CheckpointError(f"rope_parameters: got {parameters!r}, expected an object")
-    rope_type = parameters.get("rope_type") or parameters.get("type") or "default"
+    parameters = rope_parameters(raw)
     for values in (raw, parameters):
         if (share := values.get("partial_rotary_factor", rotary_share)) != rotary_share:
             raise CheckpointError(f"partial_rotary_factor: got {share}, expected {rotary_share}")
-    theta = parameters.get("rope_theta") or raw.get("rope_theta") or DEFAULT_ROPE_THETA
-    return RopeConfig(
-        rope_type=rope_type,
-        theta=number("rope_theta", theta),
-        head_size=int(head_size * rotary_share),
-        max_position_embeddings=max_positions,
-        scaling=read_scaling(parameters),
-    )
+    if (original := raw.get("original_max_position_embeddings")) is not None:
+        parameters = {**parameters, "original_max_position_embeddings": original}
+    theta = raw.get("rope_theta") or DEFAULT_ROPE_THETA
+    return rope_config("rope_parameters", parameters, int(head_size * rotary_share), max_positions, theta)
 
 
-def read_scaling(parameters: Mapping[str, Any]) -> dict[str, float]:
-    """What a rope type needs beside theta. Raises CheckpointError for what is no number."""
-    return {
-        key: number(f"rope_parameters.{key}", value)
+def rope_config(
+    name: str, parameters: Mapping[str, Any], head_size: int, max_positions: int, default_theta: Any
+) -> RopeConfig:
+    """One set of rotary parameters, called `name` in errors. Raises CheckpointError for a type that is not known, and
+    for what is no number."""
+    rope_type = str(parameters.get("rope_type") or parameters.get("type") or "default")
+    ROPE_TYPES.get(rope_type)  # before its parameters are read: those of others need not be numbers
+    scaling = {
+        key: number(f"{name}.{key}", value)
         for key, value in parameters.items()
         if key not in ("rope_type", "type", "rope_theta") and value is not None
     }
+    scaling.setdefault("original_max_position_embeddings", float(max_positions))
+    return RopeConfig(
+        rope_type=rope_type,
+        theta=number(f"{name}.rope_theta", parameters.get("rope_theta") or default_theta),
+        head_size=head_size,
+        max_position_embeddings=max_positions,
+        scaling=scaling,
+    )
 
 
 def positive_int(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
@@ -133,7 +149,7 @@ def positive_int(raw: Mapping[str, Any], key: str, default: int | None = None) -
 
 
 def number(key: str, value: Any) -> float:
-    if not isinstance(value, int | float) or value < 0:
+    if not isinstance(value, int | float) or not 0 <= value < math.inf:
         raise CheckpointError(f"{key}: got {value!r}, expected a number that is not negative")
     return float(value)
 

@@ -13,12 +13,25 @@ from engine.errors import CheckpointError
 from engine.kv_spec import KVGroupSpec
 from engine.layers.expert_router import Routing
 from engine.layers.latent_attention import LatentAttention, LatentGeometry
+from engine.layers.rotary import RopeConfig
 from engine.models.decoder_config import flag, number, positive_int, read_rope
 from engine.models.fp8_blocks import announce_dequantisation, dequantised, read_fp8_blocks
 from engine.models.moe_config import MoEConfig, check_groups, read_corrected_routing
 from engine.models.moe_decoder import MoEDecoder, NamedTensors
 
 _ROTATED = re.compile(r"\.self_attn\.(q_proj|q_b_proj|kv_a_proj_with_mqa)\.weight$")
+
+# What transformers takes for keys that a config leaves out.
+V2_DEFAULTS: Mapping[str, Any] = {"first_k_dense_replace": 0, "n_shared_experts": 2}
+V3_DEFAULTS: Mapping[str, Any] = {
+    "rope_interleave": True,
+    "first_k_dense_replace": 3,
+    "n_shared_experts": 1,
+    "n_group": 8,
+    "topk_group": 4,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+}
 
 
 class DeepseekForCausalLM(MoEDecoder):
@@ -27,18 +40,17 @@ class DeepseekForCausalLM(MoEDecoder):
     architectures: ClassVar[tuple[str, ...]] = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
 
     def __init__(self, config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> None:
+        config = {**(V2_DEFAULTS if _is_v2(config) else V3_DEFAULTS), **config}
         self._fp8_blocks = read_fp8_blocks(config)
-        self._is_interleaved = "rope_interleave" not in config or flag(config, "rope_interleave")
+        self._is_interleaved = _is_v2(config) or flag(config, "rope_interleave")
         self._geometry = read_geometry(config)
         if self._fp8_blocks is not None:
             announce_dequantisation(type(self), config, dtype, device)
         super().__init__(config, dtype, device)
 
     def read_config(self, raw: Mapping[str, Any]) -> MoEConfig:
-        is_v2 = raw.get("architectures") == ["DeepseekV2ForCausalLM"]
-        routing = read_softmax_routing(raw) if is_v2 else read_corrected_routing(raw)
-        max_positions = positive_int(raw, "max_position_embeddings")
-        return MoEConfig.from_raw(raw, routing, read_rope(raw, self._geometry.rope_size, max_positions))
+        routing = read_softmax_routing(raw) if _is_v2(raw) else read_corrected_routing(raw)
+        return MoEConfig.from_raw(raw, routing, read_latent_rope(raw))
 
     def make_attention(self, layer_index: int) -> LatentAttention:
         return LatentAttention(
@@ -75,32 +87,40 @@ class DeepseekForCausalLM(MoEDecoder):
         return torch.cat((plain, rotated[:, 0::2], rotated[:, 1::2]), dim=1).flatten(0, 1)
 
 
+def _is_v2(raw: Mapping[str, Any]) -> bool:
+    return raw.get("architectures") == ["DeepseekV2ForCausalLM"]
+
+
+def read_latent_rope(raw: Mapping[str, Any]) -> RopeConfig:
+    """Of the part of a head that turns. Raises CheckpointError naming the key."""
+    rope_size = positive_int(raw, "qk_rope_head_dim")
+    if rope_size % 2:
+        raise CheckpointError(f"qk_rope_head_dim: got {rope_size}, expected an even number")
+    return read_rope(raw, rope_size, positive_int(raw, "max_position_embeddings"))
+
+
 def read_geometry(raw: Mapping[str, Any]) -> LatentGeometry:
     """Raises CheckpointError naming the key."""
     if flag(raw, "attention_bias"):
         raise CheckpointError("attention_bias: got true, expected false")
-    rope_size = positive_int(raw, "qk_rope_head_dim")
-    if rope_size % 2:
-        raise CheckpointError(f"qk_rope_head_dim: got {rope_size}, expected an even number")
-    plain_size = positive_int(raw, "qk_nope_head_dim")
+    rope, plain_size = read_latent_rope(raw), positive_int(raw, "qk_nope_head_dim")
     return LatentGeometry(
         num_heads=positive_int(raw, "num_attention_heads"),
         latent_size=positive_int(raw, "kv_lora_rank"),
-        rope_size=rope_size,
+        rope_size=rope.head_size,
         plain_size=plain_size,
         value_size=positive_int(raw, "v_head_dim"),
         query_rank=None if raw.get("q_lora_rank") is None else positive_int(raw, "q_lora_rank"),
-        scale=(plain_size + rope_size) ** -0.5 * _yarn_scale(raw) ** 2,
+        scale=(plain_size + rope.head_size) ** -0.5 * _yarn_scale(rope) ** 2,
     )
 
 
-def _yarn_scale(raw: Mapping[str, Any]) -> float:
+def _yarn_scale(rope: RopeConfig) -> float:
     """0.1 m ln(factor) + 1, for queries and for keys: DeepSeek's YaRN scales logits where others scale cosines and
     sines."""
-    parameters = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    factor = number("rope_parameters.factor", parameters.get("factor", 1.0))
-    mscale = number("rope_parameters.mscale_all_dim", parameters.get("mscale_all_dim", 0.0))
-    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+    factor, mscale = rope.scaling.get("factor", 1.0), rope.scaling.get("mscale_all_dim", 0.0)
+    is_scaled = rope.rope_type != "default" and factor > 1.0
+    return 0.1 * mscale * math.log(factor) + 1.0 if is_scaled else 1.0
 
 
 def read_softmax_routing(raw: Mapping[str, Any]) -> Routing:

@@ -18,9 +18,11 @@ from engine.kv_spec import KVGroupSpec
 from engine.layers.linear import Linear
 from engine.layers.rotary import RotaryEmbedding, Rotation
 from engine.models.base import CausalLM
-from engine.models.decoder_config import DecoderConfig
-from engine.models.llama import DecoderLayer
+from engine.models.decoder_config import DecoderConfig, flag
+from engine.models.llama import DecoderLayer, llama_kv_group
 from engine.models.weights import load_strict
+
+NUM_COMPARED_ROWS = 64  # of two embeddings, at most
 
 
 class FirstEagleLayer(DecoderLayer):
@@ -46,14 +48,14 @@ class EagleDraftModel(nn.Module):
         self.dtype = dtype
         self.max_position_embeddings = self.config.max_position_embeddings
         hidden_size = self.config.hidden_size
-        has_bias = bool(config.get("bias", True))
+        has_bias = flag({"bias": True, **config}, "bias")
         self.fc = Linear(2 * hidden_size, [("fc", hidden_size)], bias=has_bias, dtype=dtype, device=device)
         self.rotary = RotaryEmbedding(self.config.rope, dtype=dtype, device=device)
         self.layers = nn.ModuleList(
             (DecoderLayer if index else FirstEagleLayer)(self.config, index, dtype, device)
             for index in range(self.config.num_layers)
         )
-        self._embed = (target.embed,)  # in a tuple: the target is no part of this module
+        self._target = (target,)  # in a tuple: it is no part of this module
 
     def kv_group(self, name: str) -> KVGroupSpec:
         return llama_kv_group(name, self.config, self.dtype)
@@ -66,15 +68,15 @@ class EagleDraftModel(nn.Module):
         attention: AttentionContext,
     ) -> torch.Tensor:
         """input_ids, positions: [num_tokens] int64; hidden_states: [num_tokens, hidden_size]; returns the same."""
-        x: torch.Tensor = self.fc(self._embed[0](input_ids, hidden_states))
+        x: torch.Tensor = self.fc(self._target[0].embed(input_ids, hidden_states))
         rotation = self.rotary(positions)
         for layer in self.layers:
             x = layer(x, rotation, attention)
         return x
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Raises CheckpointError for missing, unknown or misshapen tensors."""
-        own = (item for item in weights if item[0] != "embed_tokens.weight")
+        """Raises CheckpointError for missing, unknown or misshapen tensors, and for an embedding of its own."""
+        own = without_embedding(weights, self._target[0])
         load_strict(type(self).__name__, dict(self._checkpoint_tensors()), own)
 
     def _checkpoint_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -94,13 +96,24 @@ def check_fits_target(config: DecoderConfig, target: CausalLM) -> None:
             raise CheckpointError(f"draft head {key}: got {got}, expected {expected}, the target model's")
 
 
-def llama_kv_group(name: str, config: DecoderConfig, dtype: torch.dtype) -> KVGroupSpec:
-    """The KV group of a Llama-shaped draft model."""
-    bytes_per_layer = 2 * config.num_kv_heads * config.head_size * dtype.itemsize
-    return KVGroupSpec(
-        name=name,
-        layer_indices=tuple(range(config.num_layers)),
-        num_kv_heads=config.num_kv_heads,
-        head_size=config.head_size,
-        bytes_per_token=bytes_per_layer * config.num_layers,
-    )
+def without_embedding(
+    weights: Iterable[tuple[str, torch.Tensor]], target: CausalLM
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """All tensors but the copy of the target's embedding. Raises CheckpointError for another embedding."""
+    for name, weight in weights:
+        if name != "embed_tokens.weight":
+            yield name, weight
+        elif not _is_embedding_of(target, weight):
+            raise CheckpointError(f"{name}: got other values than the target model's, expected a copy")
+
+
+def _is_embedding_of(target: CausalLM, weight: torch.Tensor) -> bool:
+    """As far as some rows tell, up to rounding, and up to the factor by which some targets scale theirs."""
+    if weight.shape != (target.vocab_size, target.hidden_size):
+        return False
+    step = -(-target.vocab_size // NUM_COMPARED_ROWS)
+    token_ids = torch.arange(0, target.vocab_size, step, device=next(target.parameters()).device)
+    expected = target.embed(token_ids).cpu().double()
+    rows = weight[::step].cpu().double()
+    difference = rows * (expected.norm() / rows.norm()) - expected
+    return bool(difference.norm() < 0.02 * expected.norm())  # sync: at start-up

@@ -23,13 +23,12 @@ from engine.layers.linear import Linear
 from engine.layers.norm import RMSNorm
 from engine.layers.rotary import RotaryEmbedding, Rotation
 from engine.models.base import CausalLM
-from engine.models.decoder_config import DecoderConfig
-from engine.models.eagle import check_fits_target, llama_kv_group
-from engine.models.llama import DecoderLayer, SelfAttention
+from engine.models.decoder_config import DecoderConfig, flag, positive_int
+from engine.models.eagle import check_fits_target, without_embedding
+from engine.models.llama import DecoderLayer, SelfAttention, llama_kv_group
 from engine.models.weights import load_strict
 
 _LARGE = 1024.0  # a power of two: a linear head multiplies by it exactly, a cap shows
-IGNORED_TENSORS = ("t2d", "embed_tokens.weight")  # t2d serves training; the embedding is the target's
 
 
 class FirstEagle3Layer(DecoderLayer):
@@ -70,6 +69,7 @@ class Eagle3DraftModel(nn.Module):
         super().__init__()
         self.config = DecoderConfig.from_raw(config)
         check_fits_target(self.config, target)
+        _refuse_unsupported(config)
         self.dtype = dtype
         self.aux_layers = _aux_layers(config, target.num_layers)
         hidden_size, eps = self.config.hidden_size, self.config.rms_norm_eps
@@ -78,7 +78,7 @@ class Eagle3DraftModel(nn.Module):
         self.rotary = RotaryEmbedding(self.config.rope, dtype=dtype, device=device)
         first = FirstEagle3Layer(
             self.config,
-            norm_before_residual=bool(config.get("norm_before_residual", False)),
+            norm_before_residual=flag(config, "norm_before_residual"),
             dtype=dtype,
             device=device,
         )
@@ -87,11 +87,11 @@ class Eagle3DraftModel(nn.Module):
         ]
         self.layers = nn.ModuleList([first, *others])
         self.norm = RMSNorm(hidden_size, eps, dtype=dtype, device=device)
-        draft_vocab_size = int(config.get("draft_vocab_size") or self.config.vocab_size)
+        draft_vocab_size = positive_int(config, "draft_vocab_size", self.config.vocab_size)
         self.head = TokenEmbedding(draft_vocab_size, hidden_size, dtype=dtype, device=device)
         self.register_buffer("target_ids", torch.arange(draft_vocab_size, device=device), persistent=False)
         self._target = (target,)  # in a tuple: it is no part of this module
-        self._has_own_head = not config.get("shares_target_head", False)
+        self._has_own_head = not flag(config, "shares_target_head")
 
     def kv_group(self, name: str) -> KVGroupSpec:
         return llama_kv_group(name, self.config, self.dtype)
@@ -131,11 +131,19 @@ class Eagle3DraftModel(nn.Module):
         load_strict(type(self).__name__, dict(self._checkpoint_tensors()), every)
 
     def _without_map(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, weight in weights:
+        """Without what is no parameter: t2d serves training, d2t says which tokens can be drafted."""
+        has_map = False
+        for name, weight in without_embedding(weights, self._target[0]):
             if name == "d2t":
+                has_map = True
                 self._set_target_ids(weight)
-            elif name not in IGNORED_TENSORS:
+            elif name != "t2d":
                 yield name.replace("midlayer.", "layers.0."), weight
+        num_drafted = self.head.weight.shape[0]
+        if not has_map and num_drafted != self.config.vocab_size:
+            raise CheckpointError(
+                f"d2t: missing, expected the tokens that a draft vocabulary of {num_drafted} stands for"
+            )
 
     def _shared_head(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The target's rows of the tokens that can be drafted, whatever it calls them: a head is linear, its logits of
@@ -171,6 +179,19 @@ class Eagle3DraftModel(nn.Module):
             yield from layer.checkpoint_tensors(f"layers.{index}.")
         yield from self.norm.checkpoint_tensors("norm")
         yield from self.head.checkpoint_tensors("lm_head")
+
+
+def _refuse_unsupported(config: dict[str, Any]) -> None:
+    """Raise CheckpointError for what other heads do and this one would compute otherwise."""
+    values = {**(config.get("eagle_config") or {}), **config}
+    for key, expected in (
+        ("use_aux_hidden_state", True),
+        ("norm_output", False),  # the normed output would be fed back
+        ("parallel_drafting", False),
+        ("logit_scale", 1.0),
+    ):
+        if (got := values.get(key, expected)) != expected:
+            raise CheckpointError(f"draft head {key}: got {got!r}, expected {expected!r}")
 
 
 def _aux_layers(config: dict[str, Any], num_layers: int) -> tuple[int, ...]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from engine.models.decoder_config import number, positive_int
+from engine.errors import CheckpointError
+from engine.models.decoder_config import number, positive_int, rope_parameters
 from engine.models.gemma_config import (
     FULL,
     SLIDING,
@@ -20,8 +21,21 @@ from engine.models.gemma_config import (
 )
 from engine.models.gemma_decoder import GemmaDecoder
 
-DEFAULT_HEAD_DIM = 256
-DEFAULT_LAYER_PATTERN = 6
+# What transformers takes for keys that a config leaves out, as the released multimodal ones do.
+DEFAULTS: Mapping[str, Any] = {
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-6,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 6,
+}
 DEFAULT_THETA = {FULL: 1_000_000.0, SLIDING: 10_000.0}
 
 
@@ -32,11 +46,11 @@ class Gemma3ForCausalLM(GemmaDecoder):
 
     @classmethod
     def read_config(cls, raw: Mapping[str, Any]) -> GemmaConfig:
-        text = text_config(raw)
+        text = {**DEFAULTS, **text_config(raw)}
         refuse_unsupported(text)
         num_heads = positive_int(text, "num_attention_heads")
-        head_size = positive_int(text, "head_dim", DEFAULT_HEAD_DIM)
-        kinds = read_layer_types(text, positive_int(text, "sliding_window_pattern", DEFAULT_LAYER_PATTERN))
+        head_size = positive_int(text, "head_dim")
+        kinds = read_layer_types(text, positive_int(text, "sliding_window_pattern"))
         max_positions = positive_int(text, "max_position_embeddings")
         layers = tuple(
             GemmaLayerConfig(
@@ -55,14 +69,14 @@ class Gemma3ForCausalLM(GemmaDecoder):
             hidden_size=positive_int(text, "hidden_size"),
             num_heads=num_heads,
             max_position_embeddings=max_positions,
-            rms_norm_eps=number("rms_norm_eps", text.get("rms_norm_eps", 1e-6)),
+            rms_norm_eps=number("rms_norm_eps", text["rms_norm_eps"]),
             window=positive_int(text, "sliding_window"),
             layers=layers,
             rope={
                 kind: read_rope(kind, parameters[kind], head_size, max_positions, DEFAULT_THETA[kind])
                 for kind in sorted(set(kinds))
             },
-            attention_scale=positive_int(text, "query_pre_attn_scalar", DEFAULT_HEAD_DIM) ** -0.5,
+            attention_scale=positive_int(text, "query_pre_attn_scalar") ** -0.5,
             norm_offset=1.0,
             has_value_norm=False,
             has_layer_scalar=False,
@@ -70,14 +84,14 @@ class Gemma3ForCausalLM(GemmaDecoder):
         )
 
 
-def _rope_parameters(text: Mapping[str, Any]) -> Mapping[str, Any]:
-    """By layer type, from the new spelling, or from the released one: `rope_scaling` is of the full layers only."""
-    parameters = text.get("rope_parameters")
-    if isinstance(parameters, dict) and (FULL in parameters or SLIDING in parameters):
-        return {kind: parameters.get(kind) or {} for kind in (FULL, SLIDING)}
-    scaling = dict(text.get("rope_scaling") or parameters or {})
-    theta = text.get("rope_theta", scaling.pop("rope_theta", DEFAULT_THETA[FULL]))
+def _rope_parameters(text: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """By layer type: `rope_parameters`, or the released spelling, whose `rope_scaling` is of full layers only."""
+    by_kind = text.get("rope_parameters") or {}
+    if not isinstance(by_kind, dict) or not set(by_kind) <= {FULL, SLIDING}:
+        raise CheckpointError(f"rope_parameters: got {by_kind!r}, expected an object by layer type")
+    full, sliding = (rope_parameters({"rope_parameters": by_kind.get(kind)}) for kind in (FULL, SLIDING))
+    scaling = rope_parameters({"rope_scaling": text.get("rope_scaling")})
     return {
-        FULL: {"rope_theta": theta, **scaling},
-        SLIDING: {"rope_theta": text.get("rope_local_base_freq", DEFAULT_THETA[SLIDING])},
+        FULL: {"rope_theta": text.get("rope_theta"), **full, **scaling},
+        SLIDING: {"rope_theta": text.get("rope_local_base_freq"), **sliding},
     }

@@ -12,7 +12,7 @@ from typing import Any
 
 from engine.errors import CheckpointError
 from engine.layers.rotary import RopeConfig
-from engine.models.decoder_config import number, positive_int, read_scaling, refuse_quantized
+from engine.models.decoder_config import number, positive_int, refuse_quantized, rope_config
 
 SLIDING = "sliding_attention"
 FULL = "full_attention"
@@ -106,13 +106,7 @@ def read_rope(
     """One layer type's rotary parameters. Raises CheckpointError."""
     if not isinstance(parameters, dict):
         raise CheckpointError(f"rope_parameters.{name}: got {parameters!r}, expected an object")
-    return RopeConfig(
-        rope_type=parameters.get("rope_type", "default"),
-        theta=number(f"rope_parameters.{name}.rope_theta", parameters.get("rope_theta", default_theta)),
-        head_size=head_size,
-        max_position_embeddings=max_positions,
-        scaling=read_scaling(parameters),
-    )
+    return rope_config(f"rope_parameters.{name}", parameters, head_size, max_positions, default_theta)
 
 
 def refuse_unsupported(raw: Mapping[str, Any]) -> None:

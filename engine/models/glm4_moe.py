@@ -12,19 +12,29 @@ import torch
 
 from engine.errors import CheckpointError
 from engine.kv_spec import KVGroupSpec
-from engine.models.decoder_config import DecoderConfig, flag, number
-from engine.models.eagle import llama_kv_group
-from engine.models.llama import SelfAttention
+from engine.models.decoder_config import DecoderConfig, flag, number, rope_parameters
+from engine.models.llama import SelfAttention, llama_kv_group
 from engine.models.moe_config import MoEConfig, read_corrected_routing
 from engine.models.moe_decoder import MoEDecoder
 
-DEFAULT_ROTARY_SHARE = 0.5  # of the head size, where the config leaves it out
+# What transformers takes for keys that a config leaves out.
+DEFAULTS: Mapping[str, Any] = {
+    "rms_norm_eps": 1e-5,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+}
+DEFAULT_ROTARY_SHARE = 0.5  # of the head size
 
 
 class Glm4MoeForCausalLM(MoEDecoder):
     architectures: ClassVar[tuple[str, ...]] = ("Glm4MoeForCausalLM",)
 
     def __init__(self, config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> None:
+        config = {**DEFAULTS, **config}
         self._attention_config = read_attention_config(config)
         super().__init__(config, dtype, device)
 
@@ -41,7 +51,7 @@ class Glm4MoeForCausalLM(MoEDecoder):
 def read_attention_config(raw: Mapping[str, Any]) -> DecoderConfig:
     """Raises CheckpointError naming the key."""
     share = DEFAULT_ROTARY_SHARE
-    for values in (raw, raw.get("rope_parameters") or {}):
+    for values in (raw, rope_parameters(raw)):
         share = number("partial_rotary_factor", values.get("partial_rotary_factor", share))
     config = DecoderConfig.from_raw(raw, share)
     if config.rope.head_size % 2 or not 0 < config.rope.head_size <= config.head_size:

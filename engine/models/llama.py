@@ -129,17 +129,7 @@ class LlamaForCausalLM(CausalLM):
         return DecoderConfig.from_raw(raw)
 
     def kv_groups(self) -> list[KVGroupSpec]:
-        config = self.config
-        bytes_per_layer = 2 * config.num_kv_heads * config.head_size * self.dtype.itemsize
-        return [
-            KVGroupSpec(
-                name="full",
-                layer_indices=tuple(range(config.num_layers)),
-                num_kv_heads=config.num_kv_heads,
-                head_size=config.head_size,
-                bytes_per_token=bytes_per_layer * config.num_layers,
-            )
-        ]
+        return [llama_kv_group("full", self.config, self.dtype)]
 
     def embed(self, input_ids: torch.Tensor, beside: torch.Tensor | None = None) -> torch.Tensor:
         output: torch.Tensor = self.embedding(input_ids, beside)
@@ -171,3 +161,15 @@ class LlamaForCausalLM(CausalLM):
         yield from self.norm.checkpoint_tensors("model.norm")
         if not self.config.is_tied:
             yield from self.head.checkpoint_tensors("lm_head")
+
+
+def llama_kv_group(name: str, config: DecoderConfig, dtype: torch.dtype) -> KVGroupSpec:
+    """Of all layers of a model, or of a drafter, of this shape."""
+    bytes_per_layer = 2 * config.num_kv_heads * config.head_size * dtype.itemsize
+    return KVGroupSpec(
+        name=name,
+        layer_indices=tuple(range(config.num_layers)),
+        num_kv_heads=config.num_kv_heads,
+        head_size=config.head_size,
+        bytes_per_token=bytes_per_layer * config.num_layers,
+    )

@@ -36,7 +36,6 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]  # of config.json and generation_config.json together
     num_parameters: int
     weight_bytes: int
-    generation_defaults: dict[str, Any]  # generation_config.json
     source: CheckpointSource | None = None  # of the weights; None: they are random
 
 
@@ -49,7 +48,7 @@ def load_model(
     """Raises CheckpointError for whatever is wrong with the checkpoint, naming it."""
     source = open_checkpoint(config)
     raw_config = source.config()
-    generation_config = source.generation_config()
+    end_ids = eos_token_ids(raw_config, source.generation_config())
     architecture = _architecture(raw_config)
     dtype = resolve_dtype(config.dtype, raw_config, device)
     model = MODELS.get(architecture)(raw_config, dtype, device)
@@ -63,10 +62,10 @@ def load_model(
         raw_config=raw_config,
         architecture=architecture,
         dtype=dtype,
-        eos_token_ids=eos_token_ids(raw_config, generation_config),
+        # Others are never drawn, and are no columns of the logits.
+        eos_token_ids=tuple(token_id for token_id in end_ids if 0 <= token_id < model.vocab_size),
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         weight_bytes=weight_bytes,
-        generation_defaults=generation_config,
         source=None if config.load_format == "dummy" else source,
     )
 
@@ -97,13 +96,21 @@ def load_drafter(part: CheckpointPart, source: CheckpointSource | None, target: 
 def resolve_dtype(name: DTypeName, raw_config: Mapping[str, Any], device: torch.device) -> torch.dtype:
     """What "auto" stands for: the checkpoint's own; if it names none, float32 on CPU, else bfloat16."""
     if name == "auto":
-        saved = raw_config.get("dtype") or raw_config.get("torch_dtype")
+        saved = _saved_dtype(raw_config)
         if saved is None:
             return torch.float32 if device.type == "cpu" else torch.bfloat16
         name = saved
-    if name not in _DTYPES:
+    if not isinstance(name, str) or name not in _DTYPES:
         raise CheckpointError(f"dtype: got {name!r}, expected one of {', '.join(_DTYPES)}")
     return _DTYPES[name]
+
+
+def _saved_dtype(raw_config: Mapping[str, Any]) -> Any:
+    """By either name; of a multimodal checkpoint also that of its decoder."""
+    for values in (raw_config, raw_config.get("text_config")):
+        if isinstance(values, Mapping) and (saved := values.get("dtype") or values.get("torch_dtype")):
+            return saved
+    return None
 
 
 def _architecture(raw_config: Mapping[str, Any]) -> str:

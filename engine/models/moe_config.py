@@ -62,17 +62,17 @@ def read_corrected_routing(raw: Mapping[str, Any]) -> Routing:
     for key, expected in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
         if (got := raw.get(key, expected)) != expected:
             raise CheckpointError(f"{key}: got {got!r}, expected {expected!r}")
-    num_groups = positive_int(raw, "n_group", 1)
+    num_groups = positive_int(raw, "n_group")
     return check_groups(
         Routing(
             num_experts=positive_int(raw, "n_routed_experts"),
             top_k=positive_int(raw, "num_experts_per_tok"),
             num_groups=num_groups,
-            num_chosen_groups=positive_int(raw, "topk_group", num_groups),
+            num_chosen_groups=positive_int(raw, "topk_group"),
             scoring="sigmoid",
             is_corrected=True,
             normalises=flag(raw, "norm_topk_prob"),
-            scale=number("routed_scaling_factor", raw.get("routed_scaling_factor", 1.0)),
+            scale=number("routed_scaling_factor", raw.get("routed_scaling_factor")),
         )
     )
 

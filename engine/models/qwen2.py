@@ -16,5 +16,8 @@ class Qwen2ForCausalLM(LlamaForCausalLM):
     @classmethod
     def read_config(cls, raw: Mapping[str, Any]) -> DecoderConfig:
         return replace(
-            DecoderConfig.from_raw(raw), has_qkv_bias=True, has_output_bias=False, has_mlp_bias=False
+            DecoderConfig.from_raw({"use_sliding_window": False, **raw}),
+            has_qkv_bias=True,
+            has_output_bias=False,
+            has_mlp_bias=False,
         )

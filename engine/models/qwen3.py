@@ -9,10 +9,13 @@ from typing import Any, ClassVar
 from engine.models.decoder_config import DecoderConfig
 from engine.models.llama import LlamaForCausalLM
 
+# What transformers takes for keys that a config leaves out.
+DEFAULTS: Mapping[str, Any] = {"head_dim": 128, "use_sliding_window": False}
+
 
 class Qwen3ForCausalLM(LlamaForCausalLM):
     architectures: ClassVar[tuple[str, ...]] = ("Qwen3ForCausalLM",)
 
     @classmethod
     def read_config(cls, raw: Mapping[str, Any]) -> DecoderConfig:
-        return replace(DecoderConfig.from_raw(raw), has_qk_norm=True, has_mlp_bias=False)
+        return replace(DecoderConfig.from_raw({**DEFAULTS, **raw}), has_qk_norm=True, has_mlp_bias=False)

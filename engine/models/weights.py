@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -10,6 +10,7 @@ from engine.errors import CheckpointError
 
 # Old checkpoints carry this buffer; it follows from the config.
 IGNORED_SUFFIX = "rotary_emb.inv_freq"
+MAX_NAMED = 12  # tensors of a kind of problem: a checkpoint of another model has hundreds
 
 
 def load_strict(
@@ -21,7 +22,7 @@ def load_strict(
     """Copy every weight into the target of its name, converting the dtype.
 
     `tied`: names that a checkpoint may repeat -> the target that they must equal. Raises CheckpointError
-    listing all unknown, missing, misshapen and unequal tensors at once.
+    telling of all unknown, missing, misshapen and unequal tensors at once, and naming the first of each.
     """
     tied = tied or {}
     repeated: dict[str, torch.Tensor] = {}
@@ -53,9 +54,14 @@ def load_strict(
             if tied[name] not in missing and not _is_copy(weight, targets[tied[name]])
         ],
     }
-    found = [f"{kind}: {', '.join(names)}" for kind, names in problems.items() if names]
+    found = [f"{kind}: {_first(names)}" for kind, names in problems.items() if names]
     if found:
         raise CheckpointError(f"the checkpoint does not fit {model_name}; tensors " + "; ".join(found))
+
+
+def _first(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return ", ".join(names[:MAX_NAMED]) + more
 
 
 def _is_copy(weight: torch.Tensor, target: torch.Tensor) -> bool:

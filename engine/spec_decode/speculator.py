@@ -39,7 +39,6 @@ class SpeculatorNeeds:
     draft_kv: Literal["none", "target", "own"] = "none"
     catch_up: Literal["nothing", "tokens", "hidden"] = "nothing"  # what rows need of steps without drafts
     first_draft_from_prefill: bool = True  # draft step 0 yields the first draft; else the loop runs k steps
-    lookahead_slots: int = 0  # KV slots that k drafts write beyond the confirmed tokens, less k
     extra_window_keys: int = 0  # older keys than the target's window that it reads of a sliding layer's cache
 
 

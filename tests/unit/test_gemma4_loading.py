@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.config import ModelConfig, SpeculatorConfig
 from engine.errors import CheckpointError, ConfigError
+from engine.models.gemma4 import Gemma4ForCausalLM
 from engine.models.loader import LoadedModel, load_model
 from engine.spec_decode.gemma4 import Gemma4Speculator
 from engine.spec_decode.registry import init_speculator
@@ -150,6 +151,16 @@ def test_layer_indices_with_leading_zeros_are_read(copy: Path) -> None:
         "full": 32,
         "sliding": 16,
     }
+
+
+def test_a_rotary_type_may_stand_under_its_older_key(saved: Path) -> None:
+    raw = json.loads((saved / "target" / "config.json").read_text())
+    older = {
+        kind: {"type" if key == "rope_type" else key: value for key, value in values.items()}
+        for kind, values in raw["rope_parameters"].items()
+    }
+    expected = Gemma4ForCausalLM.read_config(raw).rope
+    assert Gemma4ForCausalLM.read_config(raw | {"rope_parameters": older}).rope == expected
 
 
 def test_end_ids_are_those_of_both_configs(copy: Path) -> None:

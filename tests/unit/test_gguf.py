@@ -15,6 +15,8 @@ from engine.checkpoint.gguf_checkpoint import GGUFCheckpoint
 from engine.checkpoint.gguf_file import GGUFFile
 from engine.config import ModelConfig
 from engine.errors import CheckpointError
+from engine.models.gemma3 import Gemma3ForCausalLM
+from engine.models.gemma_config import FULL, SLIDING
 from engine.models.loader import LoadedModel, load_model
 from tests.support.gguf_reference import load_gguf_reference
 from tests.support.paged_forward import PagedForward
@@ -101,6 +103,30 @@ def test_rope_scaling_is_read(tmp_path: Path, llama: Path) -> None:
     }
 
 
+def test_gemma_3_rotation_pattern_and_softcap_are_read(tmp_path: Path) -> None:
+    directory = make_tiny_checkpoint(tmp_path / "directory", "gemma3_text", dtype="float32")
+    metadata = {
+        "gemma3.rope.scaling.type": "linear",
+        "gemma3.rope.scaling.factor": 8.0,
+        "gemma3.rope.freq_base_swa": 5000.0,
+        "gemma3.final_logit_softcapping": 30.0,
+        "gemma3.attention.sliding_window_pattern": 2,
+    }
+    model = load(write_tiny_gguf(tmp_path / "model.gguf", directory, metadata=metadata)).model
+    assert isinstance(model, Gemma3ForCausalLM)
+    full, sliding = (model.config.rope[kind] for kind in (FULL, SLIDING))
+    assert (full.rope_type, full.theta, full.scaling["factor"]) == ("linear", 1e6, 8.0)
+    assert (sliding.rope_type, sliding.theta) == ("default", 5000.0)
+    assert model.config.layer_types == (SLIDING, FULL, SLIDING)
+    assert model.config.final_softcap == 30.0
+
+
+def test_the_end_of_a_turn_ends_an_answer_too(tmp_path: Path, llama: Path) -> None:
+    metadata = {"tokenizer.ggml.eot_token_id": 7, "tokenizer.ggml.eom_token_id": 5}
+    loaded = load(write_tiny_gguf(tmp_path / "model.gguf", llama, metadata=metadata))
+    assert loaded.eos_token_ids == (TINY_EOS_TOKEN_ID, 5, 7)
+
+
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
@@ -108,6 +134,8 @@ def test_rope_scaling_is_read(tmp_path: Path, llama: Path) -> None:
         ({"llama.block_count": None}, r"llama\.block_count: missing in the metadata"),
         ({"llama.rope.dimension_count": 4}, r"rope\.dimension_count: got 4, expected 8"),
         ({"split.count": 3}, r"split\.count: got 3 files"),
+        ({"llama.logit_scale": 0.5}, r"llama\.logit_scale: got 0\.5, expected no such entry"),
+        ({"llama.rope.scaling.attn_factor": 1.5}, r"scaling\.attn_factor: got 1\.5, expected no such entry"),
     ],
 )
 def test_metadata_that_cannot_be_used_is_named(

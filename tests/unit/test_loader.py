@@ -73,14 +73,18 @@ def test_end_ids_are_those_of_both_configs(checkpoint: Path) -> None:
     (checkpoint / "generation_config.json").write_text('{"eos_token_id": [7, 5], "temperature": 0.6}')
     loaded = load(checkpoint)
     assert loaded.eos_token_ids == (TINY_EOS_TOKEN_ID, 5, 7)
-    assert loaded.generation_defaults["temperature"] == 0.6
+
+
+def test_an_end_id_that_no_logit_stands_for_is_left_out(checkpoint: Path) -> None:
+    """It is never drawn, and masking it until `min_tokens` would write outside the logits."""
+    edit_config(checkpoint, eos_token_id=[-1, 5, 320])
+    assert load(checkpoint).eos_token_ids == (TINY_EOS_TOKEN_ID, 5)
 
 
 def test_a_generation_config_is_optional(checkpoint: Path) -> None:
     (checkpoint / "generation_config.json").unlink()
     loaded = load(checkpoint)
     assert loaded.eos_token_ids == (TINY_EOS_TOKEN_ID,)
-    assert loaded.generation_defaults == {}
 
 
 @pytest.mark.parametrize(
@@ -89,6 +93,7 @@ def test_a_generation_config_is_optional(checkpoint: Path) -> None:
         ("auto", {"dtype": "float64"}, torch.float64),
         ("auto", {"dtype": None, "torch_dtype": "bfloat16"}, torch.bfloat16),
         ("auto", {"dtype": None}, torch.float32),
+        ("auto", {"dtype": None, "text_config": {"dtype": "float64"}}, torch.float64),
         ("float16", {"dtype": "float64"}, torch.float16),
     ],
 )
@@ -171,6 +176,12 @@ def test_unknown_missing_and_misshapen_tensors_are_all_named_at_once(checkpoint:
     assert "model.layers.2.input_layernorm.weight (got torch.int8, expected a floating-point type)" in message
 
 
+def test_of_a_checkpoint_of_another_model_the_first_tensors_are_named(checkpoint: Path) -> None:
+    edit_tensors(checkpoint, lambda tensors: tensors.update({f"h.{i:02}": torch.zeros(1) for i in range(40)}))
+    with pytest.raises(CheckpointError, match=r"unknown: h\.00, h\.01, .*, h\.11 and 28 more$"):
+        load(checkpoint)
+
+
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
@@ -241,7 +252,10 @@ def test_a_directory_without_weights_is_named(checkpoint: Path) -> None:
         load(checkpoint)
 
 
-@pytest.mark.parametrize("index", ['{"weight_map": {}}', '{"weight_map": {"a": "gone.safetensors"}}', "{}"])
+@pytest.mark.parametrize(
+    "index",
+    ['{"weight_map": {}}', '{"weight_map": {"a": 5}}', '{"weight_map": {"a": "gone.safetensors"}}', "{}"],
+)
 def test_a_wrong_index_is_named(checkpoint: Path, index: str) -> None:
     (checkpoint / "model.safetensors.index.json").write_text(index)
     with pytest.raises(CheckpointError, match=r"weight_map|gone\.safetensors"):

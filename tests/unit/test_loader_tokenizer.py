@@ -120,3 +120,12 @@ def test_a_gguf_file_without_a_tokenizer_is_named(tmp_path: Path) -> None:
     bare = make_tiny_checkpoint(tmp_path / "bare", "llama", dtype="float32")
     with pytest.raises(CheckpointError, match="not a loadable tokenizer"):
         tokenizer_json(config(write_tiny_gguf(tmp_path / "model.gguf", bare)))
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, directory: Path, cache: Path) -> None:
+    gguf = config(write_tiny_gguf(tmp_path / "model.gguf", directory))
+    cache.write_text("no directory")
+    with pytest.raises(
+        CheckpointError, match=r"the tokenizer of model\.gguf cannot be kept there: .*SLIPSTREAM_CACHE"
+    ):
+        load_hf_tokenizer(gguf)

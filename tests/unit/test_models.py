@@ -11,20 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from engine.config import ModelConfig
 from engine.models.base import CausalLM
-from engine.models.deepseek import DeepseekForCausalLM
-from engine.models.gemma3 import Gemma3ForCausalLM
-from engine.models.gemma4 import Gemma4ForCausalLM
-from engine.models.glm4_moe import Glm4MoeForCausalLM
-from engine.models.llama import LlamaForCausalLM
 from engine.models.loader import load_model
-from engine.models.qwen2 import Qwen2ForCausalLM
-from engine.models.qwen3 import Qwen3ForCausalLM
 from engine.models.registry import MODELS
 from tests.support.paged_forward import PagedForward
 from tests.support.tiny_models import TINY_MODEL_TYPES, TINY_VOCAB_SIZE, TinyModelType, make_tiny_checkpoint
+from tests.support.tiny_moe import TINY_MOE_KINDS
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-9
@@ -74,15 +69,11 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def test_every_registered_model_is_compared() -> None:
     """Gemma 4 in test_gemma4_model.py and models with experts in test_moe_models.py, by references of their own."""
-    assert {MODELS.get(name) for name in MODELS.names()} == {
-        LlamaForCausalLM,
-        Qwen2ForCausalLM,
-        Qwen3ForCausalLM,
-        Gemma3ForCausalLM,
-        Gemma4ForCausalLM,
-        DeepseekForCausalLM,
-        Glm4MoeForCausalLM,
-    }
+    experts = [kind for kind in TINY_MOE_KINDS if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
+    compared = [
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind] for kind in (*TINY_MODEL_TYPES, "gemma4_text", *experts)
+    ]
+    assert {MODELS.get(name) for name in MODELS.names()} == {MODELS.get(name) for name in compared}
 
 
 @pytest.mark.parametrize("block_size", [1, 16])

@@ -117,6 +117,52 @@ def test_a_draft_vocabulary_outside_the_target_is_refused(
         load(workshop, method="eagle3", model=model)
 
 
+def test_a_draft_vocabulary_that_stands_for_no_tokens_is_refused(workshop: Workshop, tmp_path: Path) -> None:
+    model = edited_head(workshop, "eagle3", tmp_path)
+    file = Path(model) / "model.safetensors"
+    weights = load_file(file)
+    del weights["d2t"]
+    save_file(weights, file)
+    with pytest.raises(
+        CheckpointError, match="d2t: missing, expected the tokens that a draft vocabulary of 200"
+    ):
+        load(workshop, method="eagle3", model=model)
+
+
+@pytest.mark.parametrize("method", HEADS)
+def test_an_embedding_in_a_head_must_be_a_copy_of_the_target_s(
+    workshop: Workshop, method: str, tmp_path: Path
+) -> None:
+    model = edited_head(workshop, method, tmp_path)
+    file = Path(model) / "model.safetensors"
+    target = workshop.loaded.model
+    copy = target.embed(torch.arange(target.vocab_size)).half()
+    save_file({**load_file(file), "embed_tokens.weight": copy}, file)
+    load(workshop, method=method, model=model)
+    for other in (copy.roll(1, 0), copy[:-1], torch.zeros_like(copy)):
+        save_file({**load_file(file), "embed_tokens.weight": other.contiguous()}, file)
+        with pytest.raises(CheckpointError, match=r"embed_tokens\.weight: got other values than the target"):
+            load(workshop, method=method, model=model)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"norm_output": True}, "norm_output: got True, expected False"),
+        ({"parallel_drafting": True}, "parallel_drafting: got True, expected False"),
+        ({"logit_scale": 0.5}, r"logit_scale: got 0\.5, expected 1\.0"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state: got False, expected True"),
+        ({"norm_before_residual": "yes"}, "norm_before_residual: got 'yes', expected true or false"),
+        ({"draft_vocab_size": -1}, "draft_vocab_size: got -1, expected a positive whole number"),
+    ],
+)
+def test_a_head_that_would_be_computed_wrongly_is_refused(
+    workshop: Workshop, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        load(workshop, method="eagle3", model=edited_head(workshop, "eagle3", tmp_path, **changes))
+
+
 def test_an_output_head_that_is_shared_must_be_linear(
     workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
