@@ -28,7 +28,6 @@ class ModelConfig(_Frozen):
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
     dtype: DTypeName = "auto"
     seed: int = 0  # dummy weights
-    trust_remote_code: Literal[False] = False  # there is no remote code: registered models only
 
     @property
     def name(self) -> str:
@@ -85,7 +84,7 @@ class EngineConfig(_Frozen):
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     speculators: tuple[SpeculatorConfig, ...] = ()
-    device: str = "auto"  # "auto", "cpu", "cuda", "cuda:N"
+    device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     max_model_len: int | None = Field(default=None, ge=1)  # caps the checkpoint's own limit
     max_steps_in_flight: Literal[1, 2] | None = None  # None: 2 where launches are asynchronous, else 1
     attention_backend: str = "auto"
@@ -170,5 +169,7 @@ def describe_validation_error(error: ValidationError) -> str:
     lines = []
     for item in error.errors():
         path = ".".join(str(part) for part in item["loc"]) or "configuration"
-        lines.append(f"{path}: {item['msg']}, got {item['input']!r}")
+        is_unknown = item["type"] == "extra_forbidden"
+        wrong = "there is no such setting" if is_unknown else item["msg"].removeprefix("Value error, ")
+        lines.append(f"{path}: {wrong}, got {item['input']!r}")
     return "; ".join(lines)

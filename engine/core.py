@@ -91,13 +91,13 @@ class EngineCore:
         current = self._in_flight.popleft()
         output = self._executor.collect(current.handle)
         now = time.monotonic()
-        # With two steps in flight a step starts when the one before it ends.
+        # With two steps in flight a step starts when the one before it ends, unless its launch alone took longer.
         began_at = max(current.launched_at, self._last_collected_at)
         phases = output.phase_seconds
+        launching = sum(seconds for phase, seconds in phases.items() if phase not in ("wait", "capture"))
+        seconds = max(now - began_at, launching) + current.host_draft_seconds
         phases["draft"] = phases.get("draft", 0.0) + current.host_draft_seconds
-        self._scheduler.observe_step(
-            current.plan, now - began_at + current.host_draft_seconds, phases["draft"]
-        )
+        self._scheduler.observe_step(current.plan, seconds, phases["draft"])
         self._last_collected_at = now
         outputs += self._scheduler.complete(current.plan, output)
         self._provide()

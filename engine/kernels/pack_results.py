@@ -1,6 +1,6 @@
 """What a step leaves for the host in one tensor, so that one copy brings it there.
 
-Columns: emitted, drafts verified, accepted, next drafts, bad, bad draft, then the run, -1 beyond it.
+Columns: those named below, then the run, -1 beyond it.
 Shapes: see `Verification`; num_drafts, num_next_drafts [num_reqs] int64, is_bad_draft [num_reqs] bool; result
 [num_reqs, NUM_COUNTS + width of the runs] int64. Grid: one program a request.
 """
@@ -13,7 +13,13 @@ from engine.kernels.dependent_launch import begin, launch_options
 from engine.kernels.emit_runs import Verification
 from engine.kernels.triton_support import draft_width, jit, tl
 
-NUM_COUNTS = 6  # columns before the tokens
+EMITTED = 0  # tokens of the run
+DRAFTED = 1  # drafts verified
+ACCEPTED = 2  # of these
+NEXT_DRAFTS = 3  # made for the next step
+BAD = 4  # 0 or 1, as `Verification.is_bad`
+BAD_DRAFT = 5  # 0 or 1
+NUM_COUNTS = 6
 
 NextDrafts = tuple[torch.Tensor, torch.Tensor]
 """(num_next_drafts, is_bad_draft) of those made for the next step."""

@@ -23,10 +23,13 @@ class DraftDistributions:
         """Forget those of these rows, [n] int64, before drafts are made for them, here or on the host."""
         self._is_sampled[rows] = False
 
-    def record(self, rows: torch.Tensor, steps: torch.Tensor, probs: torch.Tensor) -> None:
-        """Draft `steps` of `rows`, both [n] int64, was drawn from probs [n, vocab_size]."""
+    def record(
+        self, rows: torch.Tensor, steps: torch.Tensor, probs: torch.Tensor, is_wanted: torch.Tensor
+    ) -> None:
+        """Draft `steps` of `rows`, both [n] int64, was drawn from probs [n, vocab_size]. is_wanted [n] bool: others are
+        made by the way, and what is verified in their place may come from elsewhere."""
         self._probs[rows, steps] = probs.to(self._probs.dtype)
-        self._is_sampled[rows, steps] = True
+        self._is_sampled[rows, steps] = is_wanted
 
     def take(self, rows: torch.Tensor, steps: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """[n, vocab_size]: what draft `steps` of `rows` was drawn from. rows, steps, token_ids (the drafts

@@ -39,7 +39,8 @@ class DraftSampler:
         if distributions is not None:
             assert sampled.probs is not None
             steps = positions - inputs.request_rows.num_tokens[inputs.rows]
-            distributions.record(inputs.rows, steps, sampled.probs)
+            is_wanted = steps < inputs.num_speculative_tokens
+            distributions.record(inputs.rows, steps, sampled.probs, is_wanted)
         return sampled.token_ids
 
     def draw_among(

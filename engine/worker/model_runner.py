@@ -87,7 +87,7 @@ class ModelRunner:
         block_tables: BlockTables,
         speculators: SpeculatorSet,
         rule: VerificationRule,
-        max_num_rows: int,
+        num_rows: int,
         max_model_len: int,
         max_drafts: int,
         device: torch.device,
@@ -95,11 +95,9 @@ class ModelRunner:
         self._model = model
         self._target = target
         self._speculators = speculators
-        self._max_num_rows = max_num_rows
-        # One row more than requests may have: padding of a captured step, with a token limit of 0.
-        self._rows = RequestRows(max_num_rows + 1, max_model_len, max_drafts, device)
+        self._rows = RequestRows(num_rows, max_model_len, max_drafts, device)
         self._block_tables = block_tables
-        self._states = SamplingStates(max_num_rows + 1, model.vocab_size, device)
+        self._states = SamplingStates(num_rows, model.vocab_size, device)
         self._rule = rule
         self._row_info: dict[int, NewRow] = {}
         self._draft_methods: dict[int, str] = {}  # row -> who made the drafts that stand in it

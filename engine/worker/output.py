@@ -12,7 +12,15 @@ from dataclasses import dataclass, field
 
 import torch
 
-from engine.kernels.pack_results import NUM_COUNTS
+from engine.kernels.pack_results import (
+    ACCEPTED,
+    BAD,
+    BAD_DRAFT,
+    DRAFTED,
+    EMITTED,
+    NEXT_DRAFTS,
+    NUM_COUNTS,
+)
 from engine.messages import PositionLogprobs
 from engine.sampling.logprobs import LogprobsTensors
 from engine.step import GraphKind, RowResult, ScheduledRequest, StepOutput
@@ -78,14 +86,14 @@ class PendingOutput:
         results = host.results.tolist()  # sync: host memory
         rows = [
             RowResult(
-                token_ids=result[NUM_COUNTS : NUM_COUNTS + result[0]],
-                num_drafted=result[1],
-                num_accepted=result[2],
+                token_ids=result[NUM_COUNTS : NUM_COUNTS + result[EMITTED]],
+                num_drafted=result[DRAFTED],
+                num_accepted=result[ACCEPTED],
                 draft_method=draft_method,
-                nan_target=result[4] != 0,
-                nan_draft=result[5] != 0,
+                nan_target=result[BAD] != 0,
+                nan_draft=result[BAD_DRAFT] != 0,
                 drafter_error=drafter_error,
-                num_next_drafts=result[3],
+                num_next_drafts=result[NEXT_DRAFTS],
             )
             for result, draft_method, drafter_error in zip(
                 results, self._draft_methods, self._drafter_errors, strict=True

@@ -1,4 +1,5 @@
-"""Graphs without a device: what would be captured is run again, on whatever its static buffers hold by then.
+"""Graphs without a device: what would be captured is run once, as in front of a capture, and again for each replay, on
+whatever its static buffers hold by then.
 
 So padding, static shapes and what may not be read on the host are tested; that real captures work, on the GPU.
 """
@@ -6,6 +7,7 @@ So padding, static shapes and what may not be read on the host are tested; that 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 
@@ -21,4 +23,9 @@ def use_graphs(patched: pytest.MonkeyPatch) -> None:
 
 def _make_captures() -> CaptureQueue:
     ticks = itertools.count(0, 10)  # a capture is due before every step
-    return CaptureQueue(lambda run: run, clock=lambda: next(ticks))
+    return CaptureQueue(_record, clock=lambda: next(ticks))
+
+
+def _record(run: Callable[[], None]) -> Callable[[], None]:
+    run()
+    return run

@@ -170,6 +170,7 @@ class Workshop:
         depth: int = 1,
         block_size: int = 16,
         num_blocks: int | None = None,
+        config: Mapping[str, Any] | None = None,
         **scheduler: Any,
     ) -> EngineCore:
         """An engine with these methods; at depth 2 steps run only when they are collected."""
@@ -177,11 +178,11 @@ class Workshop:
             model={"model": str(self.target_path), "tokenizer": str(self.tokenizer_path)},
             device="cpu",
             speculators=tuple(configs),
-            draft_policy="first",
             max_model_len=MAX_MODEL_LEN,
             max_steps_in_flight=depth,
             scheduler={"max_prefill_stall": None, "check_invariants": True, **scheduler},
             cache={"block_size": block_size, "num_blocks": num_blocks or 4096 // block_size},
+            **{"draft_policy": "first", **(config or {})},
         )
 
         def wrap(executor: Executor) -> Executor:

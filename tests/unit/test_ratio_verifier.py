@@ -26,6 +26,7 @@ from engine.spec_decode.draft_sampling import DraftSampler
 from engine.spec_decode.registry import SPECULATORS, init_speculator
 from engine.spec_decode.speculator import ProposalInputs
 from engine.step import NewRow
+from tests.support.cpu_graphs import use_graphs
 from tests.support.engine_harness import Harness, make_core, request, scripted_model
 from tests.support.located_drafts import locate_drafts
 from tests.support.scripted_speculators import PATTERNS, VOCAB_SIZE, ScriptedSpeculator
@@ -48,6 +49,7 @@ class Decode:
         """p_logits: [token before, token] float64; params go around."""
         self.p_logits = p_logits
         self.k = k
+        self.wanted: list[int] = []  # drafts of each row; empty: k
         self.rows = RequestRows(NUM_ROWS, NUM_TOKENS, k, CPU)
         self.states = SamplingStates(NUM_ROWS, VOCAB, CPU)
         self.distributions = DraftDistributions(NUM_ROWS, k, VOCAB, torch.float64, CPU)
@@ -63,7 +65,7 @@ class Decode:
                 token_ids=[row % VOCAB],
                 num_prompt_tokens=1,
                 num_computed_tokens=0,
-                token_limit=NUM_TOKENS,
+                token_limit=NUM_TOKENS + 1,  # all k drafts are of use to the end
                 params=params[row % len(params)],
                 stop_ids=(),
             )
@@ -122,11 +124,12 @@ def sampling_drafter(q_logits: torch.Tensor) -> Drafter:
     """Draws as draft models do. q_logits: [token before, token]"""
 
     def draft(decode: Decode, before: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        wanted = decode.wanted or [decode.k] * NUM_ROWS
         inputs = ProposalInputs(
             row_list=decode.row_ids.tolist(),
             methods=["any"] * NUM_ROWS,
-            wanted=[decode.k] * NUM_ROWS,
-            num_wanted=torch.full((NUM_ROWS,), decode.k),
+            wanted=wanted,
+            num_wanted=torch.tensor(wanted),
             rows=decode.row_ids,
             attention=cast(Any, None),  # drawing does not look at it
             request_rows=decode.rows,
@@ -225,6 +228,20 @@ def test_drafts_that_were_not_sampled_are_one_hot(k: int) -> None:
     assert abs(decode.num_first_accepted - decode.expected_first_accepted) < 4 * sigma
 
 
+def test_drafts_that_were_made_by_the_way_are_not_taken_for_those_that_are_verified() -> None:
+    """A captured step draws for all of its rows, and some of them get drafts from the host in their place."""
+    p_logits, q_logits = random_logits(1), random_logits(2)
+    decode = Decode(p_logits, 2, sampled())
+    decode.wanted = [row % 3 for row in range(NUM_ROWS)]
+    before, after, ones = decode.row_ids % VOCAB, decode.rows.num_tokens.to(torch.int64), torch.ones(NUM_ROWS)
+    for step in range(2):
+        sampling_drafter(q_logits)(decode, before, after + step)
+    for step in range(2):
+        q = decode.distributions.take(decode.row_ids, torch.full_like(before, step), 7 - before)
+        is_one_hot = q.gather(1, (7 - before)[:, None])[:, 0] == ones
+        assert is_one_hot.tolist() == [step >= wanted for wanted in decode.wanted]
+
+
 def test_disjoint_supports_accept_nothing() -> None:
     p_logits, q_logits = random_logits(5), random_logits(6)
     p_logits[:, ::2] = -math.inf
@@ -271,10 +288,14 @@ def test_the_tests_notice_shared_noise_and_a_q_that_was_not_sampled(
         record = DraftDistributions.record
 
         def record_raw(
-            self: DraftDistributions, rows: torch.Tensor, steps: torch.Tensor, probs: torch.Tensor
+            self: DraftDistributions,
+            rows: torch.Tensor,
+            steps: torch.Tensor,
+            probs: torch.Tensor,
+            is_wanted: torch.Tensor,
         ) -> None:
             raw = q_logits[decode.rows.token_history[rows, decode.rows.num_tokens[rows] + steps - 1]]
-            record(self, rows, steps, raw.softmax(-1))
+            record(self, rows, steps, raw.softmax(-1), is_wanted)
 
         monkeypatch.setattr(DraftDistributions, "record", record_raw)
     decode = Decode(p_logits, 2, sampled(temperature=0.7, top_k=4))
@@ -339,6 +360,13 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     return shared_workshop(tmp_path_factory)
 
 
+@pytest.fixture(params=["launched", "captured"])
+def steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How the engines of the test run theirs."""
+    if request.param == "captured":
+        use_graphs(monkeypatch)
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_greedy_requests_get_the_tokens_of_plain_decoding(pattern: str, depth: int) -> None:
@@ -362,6 +390,7 @@ def test_greedy_requests_get_the_tokens_of_plain_decoding(pattern: str, depth: i
     assert len(results[str(prompts[2])].token_ids) == 24
 
 
+@pytest.mark.usefixtures("steps")
 @pytest.mark.parametrize("method", SPECULATORS.names())
 def test_greedy_requests_get_the_tokens_of_plain_decoding_with_every_method(
     method: str, tmp_path_factory: pytest.TempPathFactory
@@ -378,6 +407,7 @@ def test_greedy_requests_get_the_tokens_of_plain_decoding_with_every_method(
         assert results[request_id].token_ids == reference.token_ids
 
 
+@pytest.mark.usefixtures("steps")
 def test_of_a_drafter_that_is_the_target_every_sampled_draft_is_accepted(workshop: Workshop) -> None:
     """In a batch with a method that records nothing, whose drafts are accepted now and then."""
     config = SpeculatorConfig(method="draft_model", model=str(workshop.target_path), k=3)
