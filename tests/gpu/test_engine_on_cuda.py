@@ -62,6 +62,7 @@ def make_core(
     dtype: str = "float32",
     graphs: str = "auto",
     sync_free: bool = False,
+    verification: str = "coupled",
     **scheduler: Any,
 ) -> EngineCore:
     speculators: tuple[SpeculatorConfig, ...] = ()
@@ -75,6 +76,7 @@ def make_core(
         attention_backend=backend,
         max_steps_in_flight=depth,
         cuda_graphs=graphs,
+        verification=verification,
         scheduler={"max_num_seqs": 8, "max_prefill_stall": None, "check_invariants": True, **scheduler},
         cache={"block_size": 16, "num_blocks": 512},
     )
@@ -247,6 +249,20 @@ def test_drafts_do_not_change_the_tokens(
     checkpoint = checkpoints(model_type)
     plain = run(make_core(checkpoint), **params)
     assert run(make_core(checkpoint, method=method), **params) == plain
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_graphs_do_not_change_the_tokens_of_the_ratio_test(
+    checkpoints: Checkpoints, params: dict[str, Any]
+) -> None:
+    """Rows that pad a step have distributions of drafts as well."""
+    options: dict[str, Any] = {"method": "draft_model", "verification": "ratio"}
+    launched, core = (
+        make_core(checkpoints("llama"), graphs=graphs, **options) for graphs in ("none", "full")
+    )
+    run(core)
+    capture_all(core)
+    assert run(core, **params) == run(launched, **params)
 
 
 @pytest.mark.parametrize(
