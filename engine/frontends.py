@@ -25,7 +25,6 @@ from engine.messages import (
     ModelInfo,
     RequestOutput,
     RequestRefused,
-    Shutdown,
     StepMessage,
     ToEngine,
 )
@@ -39,8 +38,8 @@ LINGER_MS = 2_000  # to hand over the last messages when the process ends
 class Frontends:
     """Inbox and publisher of the engine's loop. One thread."""
 
-    def __init__(self, address: str, stop_fd: int | None = None) -> None:
-        """Bind `address` (ipc://...). Once `stop_fd` is readable, `poll` returns Shutdown."""
+    def __init__(self, address: str) -> None:
+        """Bind `address` (ipc://...)."""
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.SNDHWM, 0)  # the engine neither waits for a reader nor loses a token;
@@ -48,11 +47,6 @@ class Frontends:
         self._socket.setsockopt(zmq.LINGER, LINGER_MS)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending to a frontend that is gone raises
         self._socket.bind(address)
-        self._stop_fd = stop_fd
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        if stop_fd is not None:
-            self._poller.register(stop_fd, zmq.POLLIN)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
         self._connected: set[bytes] = set()
@@ -101,11 +95,7 @@ class Frontends:
         """Take in all that has come; wait for something first if nothing is there."""
         if self._commands:
             timeout_ms = 0
-        ready = dict(self._poller.poll(timeout_ms))
-        if self._stop_fd in ready:
-            self._commands.append(Shutdown())
-        if self._socket not in ready:
-            return
+        self._socket.poll(timeout_ms)
         while self._socket.poll(0):
             identity, *frames = self._socket.recv_multipart()
             self._take(identity, b"".join(frames))

@@ -1,8 +1,9 @@
 """The engine process: `python -m engine.main ADDRESS`, with an EngineConfig as one line of JSON on stdin.
 
 Started by engine/client/process.py, which keeps stdin open as long as it lives; serves frontends on the
-ZeroMQ address until it is told to stop. The frontend decides when: SIGINT (Ctrl-C reaches both processes)
-is ignored, SIGTERM stops, and the engine never outlives the process that started it.
+ZeroMQ address until a frontend sends Shutdown. No signal decides that: Ctrl-C reaches both processes, and so does
+the SIGTERM of whoever stops all processes of a service at once (systemd), while the frontend lets streams finish.
+The engine never outlives the process that started it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from types import FrameType
 
 from pydantic import ValidationError
 
@@ -53,13 +53,12 @@ def main(arguments: Sequence[str] | None = None, core_factory: CoreBuilder = bui
     )
     config_json = sys.stdin.buffer.readline()
     _die_with_parent()
-    stop_reader, stop_writer = os.pipe()
-    frontends = Frontends(address, stop_fd=stop_reader)
+    frontends = Frontends(address)
 
     def make_core(on_progress: Callable[[LoadProgress], None]) -> Core:
         core = core_factory(_parse_config(config_json), on_progress)
         spare_what_is_loaded()
-        _stop_on_sigterm(stop_writer)  # only now: while loading, SIGTERM ends the process at once
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # only now: while loading, it ends the process at once
         return core
 
     succeeded = run_engine(make_core, frontends, frontends.publish)
@@ -72,13 +71,6 @@ def _parse_config(config_json: bytes) -> EngineConfig:
         return EngineConfig.model_validate_json(config_json)
     except ValidationError as error:
         raise ConfigError(describe_validation_error(error)) from None
-
-
-def _stop_on_sigterm(stop_writer: int) -> None:
-    def stop(signum: int, frame: FrameType | None) -> None:
-        os.write(stop_writer, b"\0")
-
-    signal.signal(signal.SIGTERM, stop)
 
 
 def _die_with_parent() -> None:

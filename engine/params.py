@@ -6,6 +6,7 @@ Both the frontend (early, naming the field) and the engine (again, trusting nobo
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -85,18 +86,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             if not word:
                 raise InvalidRequestError("bad_words", "got a word without tokens, expected at least one")
             _check_count("bad_words", len(word), MAX_BAD_WORD_TOKENS, what="tokens in a word")
-            for token_id in word:
-                _check_token("bad_words", token_id, vocab_size)
-        for token_id in self.allowed_token_ids:
-            _check_token("allowed_token_ids", token_id, vocab_size)
+            validate_token_ids("bad_words", word, vocab_size)
+        validate_token_ids("allowed_token_ids", self.allowed_token_ids, vocab_size)
         _check_count("stop", len(self.stop_strings), MAX_STOP_STRINGS, what="stop strings")
         for stop in self.stop_strings:
             if not stop:
                 raise InvalidRequestError("stop", "got an empty stop string, expected at least one character")
             _check_count("stop", len(stop), MAX_STOP_STRING_CHARS, what="characters in a stop string")
         _check_count("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
-        for token_id in self.stop_token_ids:
-            _check_token("stop_token_ids", token_id, vocab_size)
+        validate_token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
         _check_range("seed", self.seed, -(2**63), 2**63 - 1)
 
 
@@ -125,8 +123,10 @@ class Constraint(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidRequestError(self.kind, "got an empty text")
 
 
-def validate_token_ids(field: str, token_ids: list[int], vocab_size: int) -> None:
-    """Raise InvalidRequestError for the first id outside [0, vocab_size)."""
+def validate_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    """Raise InvalidRequestError for the first id outside [0, vocab_size). Fast where there is none: streams wait."""
+    if not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        return
     for token_id in token_ids:
         _check_token(field, token_id, vocab_size)
 

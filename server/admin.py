@@ -27,7 +27,7 @@ from engine.control import (
 )
 from engine.errors import EngineUnavailableError, InvalidRequestError
 from server.callers import unscoped
-from server.convert import reject_unknown_fields
+from server.fields import check_fields
 from server.pb.slipstream.v1 import admin_pb2 as pb
 from server.pb.slipstream.v1 import admin_pb2_grpc as pb_grpc
 
@@ -55,12 +55,12 @@ class AdminService(pb_grpc.AdminServiceServicer):
         self._client = client
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
-        reject_unknown_fields(request)
+        check_fields(request)
         self._drain()
         return pb.DrainResponse(running_requests=self._num_running())
 
     async def SetLogLevel(self, request: pb.SetLogLevelRequest, context: Context) -> pb.SetLogLevelResponse:
-        reject_unknown_fields(request)
+        check_fields(request)
         level = _LOG_LEVELS.get(request.level)
         if level is None:
             raise InvalidRequestError("level", f"got {request.level}, expected one of {list(_LOG_LEVELS)}")
@@ -71,7 +71,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
     async def ListSpeculators(
         self, request: pb.ListSpeculatorsRequest, context: Context
     ) -> pb.ListSpeculatorsResponse:
-        reject_unknown_fields(request)
+        check_fields(request)
         state = await self._engine().control(GetSpeculation())
         return pb.ListSpeculatorsResponse(
             speculators=_speculators(state), default_method=state.default_method
@@ -80,7 +80,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
     async def ConfigureSpeculation(
         self, request: pb.ConfigureSpeculationRequest, context: Context
     ) -> pb.ConfigureSpeculationResponse:
-        reject_unknown_fields(request)
+        check_fields(request)
         methods = [change.method for change in request.speculators]
         if len(set(methods)) < len(methods):
             raise InvalidRequestError("speculators", f"got {methods}, expected each method once")
@@ -94,7 +94,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
         )
 
     async def Profile(self, request: pb.ProfileRequest, context: Context) -> pb.ProfileResponse:
-        reject_unknown_fields(request)
+        check_fields(request)
         num_steps = request.num_steps if request.HasField("num_steps") else DEFAULT_PROFILED_STEPS
         written = await self._engine().control(Profile(num_steps))
         return pb.ProfileResponse(path=written.path)
@@ -102,7 +102,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
     async def DumpScheduler(
         self, request: pb.DumpSchedulerRequest, context: Context
     ) -> pb.DumpSchedulerResponse:
-        reject_unknown_fields(request)
+        check_fields(request)
         state = await self._engine().control(DumpScheduler())
         return pb.DumpSchedulerResponse(
             requests=map(_scheduled_request, state.requests),

@@ -94,6 +94,10 @@ class Admission:
             for request in requests:
                 self._leave(request.request_id)
 
+    def engine_started(self) -> None:
+        """Once for each engine, before its first step."""
+        self._estimator.engine_started()
+
     def on_step(self, outputs: list[RequestOutput], step: StepStats | None) -> None:
         """EngineClient.on_step."""
         num_started = num_prompt_tokens = 0

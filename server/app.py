@@ -155,7 +155,7 @@ class App:
     async def _serve(self, starting: asyncio.Task[Backend], on_loaded: Callable[[], None]) -> int:
         async with _waiting(self._stop.wait()) as stopped:
             await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
-            if not starting.done():
+            if stopped.done():  # the engine may have got the same signal
                 _log.info("stopped before the engine was ready")
                 return EXIT_OK
             backend = starting.result()
@@ -177,6 +177,7 @@ class App:
     async def _become_ready(self, backend: Backend) -> None:
         info = self._client.model_info
         self._client.on_step(self._metrics.on_step)
+        backend.admission.engine_started()
         self._client.on_step(backend.admission.on_step)
         if self._gateway is not None:
             self._gateway.engine_started(self._client)

@@ -17,6 +17,9 @@ from server.pb.slipstream.v1 import generation_pb2 as pb
 
 # What a role may look like. A template writes it next to its control tokens, so nothing else may pass.
 _ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
+MAX_TOOL_CALLS = 128  # of a message
+# Of tools, tool_calls and template_arguments together, as encoded: millions of values would fit into a request.
+MAX_FREE_FORM_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ def read_conversation(chat: pb.ChatPrompt, reserved_arguments: Collection[str]) 
     """
     if not chat.messages:
         raise InvalidRequestError("chat.messages", "got none, expected at least one")
+    _check_free_form(chat)
     arguments = _plain(chat.template_arguments)
     for name in arguments:
         if name in reserved_arguments:
@@ -47,6 +51,23 @@ def read_conversation(chat: pb.ChatPrompt, reserved_arguments: Collection[str]) 
         add_generation_prompt=chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True,
         template_arguments=arguments,
     )
+
+
+def _check_free_form(chat: pb.ChatPrompt) -> None:
+    num_bytes = chat.template_arguments.ByteSize() + sum(tool.ByteSize() for tool in chat.tools)
+    for i, message in enumerate(chat.messages):
+        if len(message.tool_calls) > MAX_TOOL_CALLS:
+            raise InvalidRequestError(
+                f"chat.messages[{i}].tool_calls",
+                f"got {len(message.tool_calls)} entries, expected at most {MAX_TOOL_CALLS}",
+            )
+        num_bytes += sum(call.ByteSize() for call in message.tool_calls)
+    if num_bytes > MAX_FREE_FORM_BYTES:
+        raise InvalidRequestError(
+            "chat",
+            f"got {num_bytes} bytes of tools, tool_calls and template_arguments, "
+            f"expected at most {MAX_FREE_FORM_BYTES}",
+        )
 
 
 def _read_message(message: pb.ChatMessage, index: int) -> dict[str, Any]:

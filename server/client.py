@@ -45,6 +45,10 @@ class Connection:
 
     def _credentials(self) -> grpc.ChannelCredentials | None:
         if self.tls_ca is None:
+            if self.client_cert is not None or self.client_key is not None:
+                raise ConfigError(
+                    "client_cert: got one without tls_ca, expected both: only TLS shows certificates"
+                )
             return None
         if (self.client_cert is None) != (self.client_key is None):
             raise ConfigError("client_cert: got one of certificate and key, expected both or none")

@@ -6,7 +6,9 @@ One model describes all of it: the flags of `slipstream serve` with their help a
 
 from __future__ import annotations
 
+import os
 import tomllib
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -297,6 +299,7 @@ class ServerConfig(BaseSettings):
 
 def load_config(flags: dict[str, Any], file: Path | None = None) -> ServerConfig:
     """`flags` holds what was given on the command line. Raises ConfigError naming what is wrong."""
+    _check_environment()
     try:
         config = _with_file(file)(**flags)
     except ValidationError as error:
@@ -306,6 +309,17 @@ def load_config(flags: dict[str, Any], file: Path | None = None) -> ServerConfig
     _check_security(config)
     config.engine  # noqa: B018 - validates the rest
     return config
+
+
+def _check_environment() -> None:
+    """A variable that is nearly a setting is a mistake. Others with our prefix may be anybody's: Kubernetes makes some
+    for a Service of our name, clients have theirs.
+    """
+    settings = [(ENV_PREFIX + name).upper() for name in ServerConfig.model_fields]
+    for name in map(str.upper, os.environ):
+        if name.startswith(ENV_PREFIX) and name not in settings:
+            for meant in get_close_matches(name, settings, n=1, cutoff=0.95):
+                raise ConfigError(f"environment: got {name}, which is no setting; expected {meant}?")
 
 
 def _check_security(config: ServerConfig) -> None:

@@ -14,14 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from google.protobuf import struct_pb2
 from google.protobuf.message import Message
-from google.protobuf.unknown_fields import UnknownFieldSet
 
 from engine.errors import InvalidRequestError, PermissionDeniedError, UnknownModelError
 from engine.messages import AddRequest, ModelInfo
 from engine.params import (
-    MAX_BAD_WORDS,
     MAX_CHOICES,
     Constraint,
     SamplingParams,
@@ -29,12 +26,14 @@ from engine.params import (
     validate_token_ids,
 )
 from server.callers import ANYBODY, Caller
+from server.fields import check_fields
 from server.pb.slipstream.v1 import generation_pb2 as pb
 from server.text import TextProcessor
 
 MAX_REQUEST_ID_CHARS = 128
 MAX_CACHE_SALT_CHARS = 128
 MAX_BAD_WORD_CHARS = 256
+MAX_QUOTED_CHARS = 160  # of a name that the client chose, in an error and so in the log
 _SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _PARAMETER_GROUPS: dict[str, type[Message]] = {
     "sampling": pb.SamplingParams,
@@ -119,8 +118,10 @@ class RequestConverter:
         if interval < 1:
             raise InvalidRequestError("output.stream_interval", "got 0, expected >= 1")
         speculation, constraint = self._speculation(request.speculation), read_constraint(request)
+        self._check_sizes(request.sampling)
         prompt = await self._prompt(request)
-        params = self._params(request, room=self._model.max_model_len - len(prompt))
+        bad_words = await self._text.encode_words(request.sampling.bad_words)
+        params = self._params(request, bad_words, room=self._model.max_model_len - len(prompt))
         requests = tuple(
             AddRequest(
                 request_id=engine_id,
@@ -143,7 +144,8 @@ class RequestConverter:
     def _check_served(self, request: pb.GenerateRequest) -> None:
         if request.HasField("model") and request.model != self._model.model_name:
             raise UnknownModelError(
-                f"got model {request.model!r}, expected {self._model.model_name!r} (served here) or none"
+                f"got model {request.model[:MAX_QUOTED_CHARS]!r}, "
+                f"expected {self._model.model_name!r} (served here) or none"
             )
         if len(request.cache_salt) > MAX_CACHE_SALT_CHARS:
             raise InvalidRequestError(
@@ -161,7 +163,7 @@ class RequestConverter:
             case "token_ids":
                 self._check_length("token_ids", len(request.token_ids.ids))  # before anything looks at them
                 prompt = list(request.token_ids.ids)
-                check_token_ids("token_ids.ids", prompt, self._model.vocab_size)
+                validate_token_ids("token_ids.ids", prompt, self._model.vocab_size)
             case "chat":
                 _, prompt = await self._text.encode_chat(request.chat, max_tokens=limit)
         self._check_length(kind, len(prompt))
@@ -178,9 +180,10 @@ class RequestConverter:
                 + ("the context less one" if is_context else "the limit of this server"),
             )
 
-    def _params(self, request: pb.GenerateRequest, room: int) -> SamplingParams:
+    def _params(
+        self, request: pb.GenerateRequest, bad_words: tuple[tuple[int, ...], ...], room: int
+    ) -> SamplingParams:
         sampling, stopping, output = request.sampling, request.stopping, request.output
-        self._check_sizes(sampling)
         values: dict[str, Any] = {"max_tokens": room, "seed": secrets.randbits(63), **self._sampling_defaults}
         for group in (sampling, stopping, output):
             for descriptor, value in group.ListFields():
@@ -190,7 +193,7 @@ class RequestConverter:
             **values
             | {
                 "logit_bias": dict(sampling.logit_bias),
-                "bad_words": self._text.encode_words(sampling.bad_words),
+                "bad_words": bad_words,
                 "allowed_token_ids": tuple(sampling.allowed_token_ids),
                 "stop_strings": tuple(stopping.stop),
                 "stop_token_ids": tuple(stopping.stop_token_ids),
@@ -211,12 +214,7 @@ class RequestConverter:
 
     def _check_sizes(self, sampling: pb.SamplingParams) -> None:
         """What would be costly to look at; SamplingParams.validate checks the rest."""
-        words = sampling.bad_words
-        if len(words) > MAX_BAD_WORDS:
-            raise InvalidRequestError(
-                "sampling.bad_words", f"got {len(words)} words, expected at most {MAX_BAD_WORDS}"
-            )
-        for word in words:
+        for word in sampling.bad_words:
             if not 1 <= len(word) <= MAX_BAD_WORD_CHARS:
                 raise InvalidRequestError(
                     "sampling.bad_words",
@@ -234,7 +232,9 @@ class RequestConverter:
         loaded = self._model.speculators
         if method is not None and method not in (*loaded, "auto", "none"):
             expected = ", ".join(map(repr, (*loaded, "auto", "none")))
-            raise InvalidRequestError("speculation.method", f"got {method!r}, expected one of {expected}")
+            raise InvalidRequestError(
+                "speculation.method", f"got {method[:MAX_QUOTED_CHARS]!r}, expected one of {expected}"
+            )
         if not speculation.HasField("num_speculative_tokens"):
             return SpeculationParams(method=method)
         num_tokens, limit = speculation.num_speculative_tokens, self._speculation_limit(method)
@@ -255,7 +255,7 @@ class RequestConverter:
 
 def read_identity(request: pb.GenerateRequest) -> tuple[str, int]:
     """Request id (drawn if unset) and number of choices. Refuses what the protocol has no field for."""
-    reject_unknown_fields(request)
+    check_fields(request)
     num_choices = request.n if request.HasField("n") else 1
     if not 1 <= num_choices <= MAX_CHOICES:
         raise InvalidRequestError("n", f"got {num_choices}, expected 1..{MAX_CHOICES}")
@@ -265,7 +265,7 @@ def read_identity(request: pb.GenerateRequest) -> tuple[str, int]:
     if not 1 <= len(request_id) <= MAX_REQUEST_ID_CHARS or not all(" " <= char <= "~" for char in request_id):
         raise InvalidRequestError(
             "request_id",
-            f"got {request_id[:160]!r}, expected 1..{MAX_REQUEST_ID_CHARS} printable ASCII characters",
+            f"got {request_id[:MAX_QUOTED_CHARS]!r}, expected 1..{MAX_REQUEST_ID_CHARS} printable ASCII characters",
         )
     return request_id, num_choices
 
@@ -283,32 +283,6 @@ def read_constraint(request: pb.GenerateRequest) -> Constraint | None:
             constraint = Constraint(kind=kind, text=getattr(request, kind))
     constraint.validate()
     return constraint
-
-
-def check_token_ids(field: str, token_ids: list[int], vocab_size: int) -> None:
-    """validate_token_ids for ids that are not negative, fast where nothing is wrong."""
-    if token_ids and max(token_ids) >= vocab_size:
-        validate_token_ids(field, token_ids, vocab_size)
-
-
-def reject_unknown_fields(message: Message, path: str = "") -> None:
-    """A newer client asks for something that this server would otherwise ignore."""
-    unknown = UnknownFieldSet(message)
-    if len(unknown):
-        field = path.removesuffix(".") or "request"
-        raise InvalidRequestError(
-            field, f"got field number {unknown[0].field_number}, which this server does not know"
-        )
-    for descriptor, value in message.ListFields():
-        if descriptor.message_type is None or descriptor.message_type.GetOptions().map_entry:
-            continue
-        if descriptor.message_type.full_name == struct_pb2.Struct.DESCRIPTOR.full_name:
-            continue  # free-form by nature
-        if descriptor.is_repeated:
-            for i, item in enumerate(value):
-                reject_unknown_fields(item, f"{path}{descriptor.name}[{i}].")
-        else:
-            reject_unknown_fields(value, f"{path}{descriptor.name}.")
 
 
 def _path_of(parameter: str) -> str:

@@ -28,9 +28,9 @@ from engine.errors import (
 
 DOMAIN = "slipstream"  # google.rpc.ErrorInfo.domain
 INTERNAL_MESSAGE = "internal error"
-MAX_TEXT_CHARS = (
-    400  # a status travels as headers, of which clients take some 8 KiB; it may quote the request
-)
+# UTF-8, of a text that may quote the request. A status travels as headers, of which clients take some 8 KiB: its
+# message percent-encoded, three times as long at worst, and again with the details in base64.
+MAX_TEXT_BYTES = 600
 RETRY_UNAVAILABLE = 1.0  # seconds; a balancer has another server, or this one is about to be ready
 
 Details = Callable[[EngineError], Iterable[Message]]
@@ -43,7 +43,7 @@ def _nothing(error: EngineError) -> Iterable[Message]:
 def _bad_request(error: EngineError) -> Iterable[Message]:
     assert isinstance(error, InvalidRequestError)
     violation = error_details_pb2.BadRequest.FieldViolation(
-        field=_short(error.field), description=_short(error.description)
+        field=short(error.field), description=short(error.description)
     )
     return (error_details_pb2.BadRequest(field_violations=[violation]),)
 
@@ -54,7 +54,7 @@ def _retry_when_told(error: EngineError) -> Iterable[Message]:
 
 
 def _quota(error: EngineError) -> Iterable[Message]:
-    violation = error_details_pb2.QuotaFailure.Violation(subject="token", description=_short(str(error)))
+    violation = error_details_pb2.QuotaFailure.Violation(subject="token", description=short(str(error)))
     return (*_retry_when_told(error), error_details_pb2.QuotaFailure(violations=[violation]))
 
 
@@ -93,14 +93,18 @@ def status_of(error: Exception) -> tuple[grpc.StatusCode, status_pb2.Status]:
     return code, _status(code, str(error), error.reason, details(error))
 
 
-def _short(text: str) -> str:
-    return text if len(text) <= MAX_TEXT_CHARS else text[:MAX_TEXT_CHARS] + " ..."
+def short(text: str) -> str:
+    """The text, or as much of its beginning as a status may say."""
+    encoded = text.encode()
+    if len(encoded) <= MAX_TEXT_BYTES:
+        return text
+    return encoded[:MAX_TEXT_BYTES].decode(errors="ignore") + " ..."
 
 
 def _status(
     code: grpc.StatusCode, message: str, reason: str, details: Iterable[Message]
 ) -> status_pb2.Status:
-    status = status_pb2.Status(code=code.value[0], message=_short(message))
+    status = status_pb2.Status(code=code.value[0], message=short(message))
     for detail in (error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN), *details):
         packed = any_pb2.Any()
         packed.Pack(detail)

@@ -12,7 +12,7 @@ from typing import Any
 from smg_grpc_proto import vllm_engine_pb2 as vllm
 
 from engine.errors import InvalidRequestError
-from server.convert import reject_unknown_fields
+from server.fields import check_fields
 from server.pb.slipstream.v1 import generation_pb2 as pb
 
 WHOLE_ANSWER = 2**31  # tokens between two deltas: more than there are
@@ -31,7 +31,7 @@ _SAMPLING_GROUPS = ("sampling", "stopping", "output")
 
 def to_request(request: vllm.GenerateRequest, *, wants_text: bool = False) -> pb.GenerateRequest:
     """Raises InvalidRequestError for what has no meaning here. `wants_text`: render it, though nobody is sent it."""
-    reject_unknown_fields(request)
+    check_fields(request)
     for descriptor, _ in request.ListFields():
         if descriptor.name not in _REQUEST_FIELDS:
             raise InvalidRequestError(descriptor.name, "is set, expected unset: not supported by this server")

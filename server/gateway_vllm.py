@@ -24,7 +24,7 @@ from smg_grpc_proto.generated import common_pb2 as common
 from engine.client.base import EngineClient
 from engine.config import ModelConfig
 from engine.errors import EngineUnavailableError, InvalidRequestError
-from server.convert import reject_unknown_fields
+from server.fields import check_fields
 from server.gateway_model import GatewayModel, read_gateway_model
 from server.gateway_request import gateway_field, to_request
 from server.gateway_response import GatewaySink
@@ -82,7 +82,7 @@ class VllmEngineService:
             raise InvalidRequestError(field, error.description) from None
 
     async def Abort(self, request: vllm.AbortRequest, context: Context) -> vllm.AbortResponse:
-        reject_unknown_fields(request)
+        check_fields(request)
         for request_id in request.request_ids:
             self._serving.abort(request_id)
         return vllm.AbortResponse()

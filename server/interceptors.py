@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from structlog.contextvars import bind_contextvars, get_contextvars
 
 from engine.errors import EngineError, InvalidRequestError
-from server.errors import status_of
+from server.errors import short, status_of
 
 Context = Any  # grpc.aio.ServicerContext; its stubs lack abort_with_status
 Handler = Callable[[Any, Context], Awaitable[Any]]
@@ -177,7 +177,7 @@ def _bind_reason(error: EngineError) -> None:
     if isinstance(error, InvalidRequestError):
         bind_contextvars(reason=error.reason, field=error.field)
     else:
-        bind_contextvars(reason=error.reason, error=str(error))
+        bind_contextvars(reason=error.reason, error=short(str(error)))
 
 
 def wrap(

@@ -60,11 +60,6 @@ class _Builder:
         self._services = services
         self._around = (CallInterceptor(registry), *services.tracing.interceptors(), ErrorInterceptor())
         self._callers = None if config.auth_tokens is None else Callers(config.auth_tokens)
-        self._credentials: grpc.ServerCredentials | None = None
-        if config.tls_cert is not None and config.tls_key is not None:
-            self._credentials = server_credentials(
-                TlsFiles(config.tls_cert, config.tls_key, config.tls_client_ca)
-            )
         self.servers: list[grpc.aio.Server] = []
 
     def generation(self) -> int:
@@ -76,7 +71,7 @@ class _Builder:
             gateway.add_to(server)
             names.append(gateway.service_name)
         self._offer(server, *names)
-        return listen(server, self._config.host, self._config.port, credentials=self._credentials)
+        return listen(server, self._config.host, self._config.port, credentials=self._credentials())
 
     def gateway(self) -> int:
         """Plain, and open to whoever reaches it: for gateways that send no tokens. With tokens elsewhere, what comes
@@ -104,13 +99,24 @@ class _Builder:
         self._offer(server, ADMIN_SERVICE_NAME)
         config = self._config
         return listen(
-            server, config.admin_host, config.admin_port, credentials=self._credentials, setting="admin_port"
+            server,
+            config.admin_host,
+            config.admin_port,
+            credentials=self._credentials(),
+            setting="admin_port",
         )
 
     def _tokens(self, *, needs_admin: bool = False) -> AuthInterceptor | None:
         if self._callers is None:
             return None
         return AuthInterceptor(self._callers.authenticate, needs_admin=needs_admin)
+
+    def _credentials(self) -> grpc.ServerCredentials | None:
+        """Of one listener: they say once what is new, so that a second listener would never hear of it."""
+        config = self._config
+        if config.tls_cert is None or config.tls_key is None:
+            return None
+        return server_credentials(TlsFiles(config.tls_cert, config.tls_key, config.tls_client_ca))
 
     def _make_server(self, auth: AuthInterceptor | None) -> grpc.aio.Server:
         asking = () if auth is None else (auth,)

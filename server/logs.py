@@ -24,8 +24,10 @@ def configure_logs(level: LogLevel, log_format: LogFormat) -> None:
     """Set up structlog, and the standard library's logging with the same output. Call it once, at start, before grpc is
     imported.
     """
-    # Its core writes to stderr by itself, also what whoever reaches the port chooses (the text of a GOAWAY).
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    # Its core writes to stderr by itself, also what whoever reaches the port chooses (the text of a GOAWAY). Its Python
+    # part logs headers that are no text, with what is in them.
+    if os.environ.setdefault("GRPC_VERBOSITY", "NONE") == "NONE":
+        logging.getLogger("grpc").setLevel(logging.CRITICAL)
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,

@@ -15,13 +15,13 @@ from typing import Any
 import grpc
 
 from engine.errors import InvalidRequestError
-from server.convert import check_token_ids, reject_unknown_fields
+from engine.params import validate_token_ids
+from server.fields import check_fields
 from server.pb.slipstream.v1 import generation_pb2 as pb
 from server.pb.slipstream.v1 import generation_pb2_grpc as pb_grpc
 from server.serving import Serving
 
 SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
-MAX_ABORT_IDS = 1024
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -40,7 +40,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
     async def GenerateOnce(
         self, request: pb.GenerateOnceRequest, context: Context
     ) -> pb.GenerateOnceResponse:
-        reject_unknown_fields(request)
+        check_fields(request)
         collected = _Collected()
         try:
             await self._serving.run(request.request, collected, deadline_of(context))
@@ -50,17 +50,15 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         return collected.response
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
-        reject_unknown_fields(request)
-        if not 1 <= len(request.request_ids) <= MAX_ABORT_IDS:
-            raise InvalidRequestError(
-                "request_ids", f"got {len(request.request_ids)} ids, expected 1..{MAX_ABORT_IDS}"
-            )
+        check_fields(request)
+        if not request.request_ids:
+            raise InvalidRequestError("request_ids", "got none, expected at least one")
         ids = dict.fromkeys(request.request_ids)
         return pb.AbortResponse(aborted_request_ids=filter(self._serving.abort, ids))
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         text = self._serving.ready().text
-        reject_unknown_fields(request)
+        check_fields(request)
         has_option = request.HasField("add_special_tokens")
         match request.WhichOneof("prompt"):
             case "text":
@@ -79,9 +77,9 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         backend = self._serving.ready()
-        reject_unknown_fields(request)
+        check_fields(request)
         ids = list(request.token_ids)
-        check_token_ids("token_ids", ids, backend.client.model_info.vocab_size)
+        validate_token_ids("token_ids", ids, backend.client.model_info.vocab_size)
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
         return pb.DetokenizeResponse(text=await backend.text.decode(ids, skip_special_tokens=skip))
 
@@ -89,7 +87,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         self, request: pb.GetModelInfoRequest, context: Context
     ) -> pb.GetModelInfoResponse:
         backend = self._serving.ready()
-        reject_unknown_fields(request)
+        check_fields(request)
         info = backend.client.model_info
         return pb.GetModelInfoResponse(
             model=info.model_name,
@@ -108,7 +106,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         self, request: pb.GetServerInfoRequest, context: Context
     ) -> pb.GetServerInfoResponse:
         info = self._serving.ready().client.model_info
-        reject_unknown_fields(request)
+        check_fields(request)
         return pb.GetServerInfoResponse(
             version=version("slipstream"),
             kv_cache_bytes=info.kv_cache_bytes,
@@ -138,7 +136,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
 
     async def GetLoads(self, request: pb.GetLoadsRequest, context: Context) -> pb.GetLoadsResponse:
         stats = self._serving.ready().client.stats
-        reject_unknown_fields(request)
+        check_fields(request)
         return pb.GetLoadsResponse(
             running_requests=stats.num_running,
             waiting_requests=stats.num_waiting,

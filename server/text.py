@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from engine.errors import InvalidRequestError
 from engine.params import SamplingParams
 from engine.text.renderer import TextRenderer
+from engine.text.token_pieces import token_pieces
 from server.chat import Conversation, read_conversation
 from server.pb.slipstream.v1 import generation_pb2 as pb
 
@@ -43,11 +44,13 @@ class TextProcessor:
     """All methods may be called from one event loop; `close` ends the threads."""
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
+        """Raises CheckpointError for a tokenizer whose text cannot be streamed."""
         self._chat = tokenizer
         self._backend = tokenizer.backend_tokenizer
         # A tokenizer.json may hold settings of the training; a prompt is never cut or padded here.
         self._backend.no_truncation()
         self._backend.no_padding()
+        self._pieces = token_pieces(self._backend)
         self._reserved_arguments = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
         self._longest_token = max(map(len, self._backend.get_vocab()), default=1)  # characters, at least
         self._token_texts: dict[int, str] = {}
@@ -78,23 +81,19 @@ class TextProcessor:
             )
         return await self._run(chat.ByteSize(), self._encode_chat, chat, max_tokens)
 
-    def encode_words(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+    async def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Token sequences that write one of the words, at the start of a text or after a space."""
-        sequences: dict[tuple[int, ...], None] = {}
-        for word in words:
-            for variant in (word, " " + word):
-                sequences[tuple(self._encode(variant, add_special_tokens=False))] = None
-        return tuple(sequences)
+        return await self._run(2 * sum(map(len, words)), self._encode_words, words)
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of a whole sequence, without any clean-up of spaces."""
         return await self._run(len(token_ids), self._decode, token_ids, skip_special_tokens)
 
     def token_text(self, token_id: int) -> str:
-        """A token alone. At most one entry a token of the vocabulary is kept."""
+        """What a token adds to a text. At most one entry a token of the vocabulary is kept."""
         text = self._token_texts.get(token_id)
         if text is None:
-            text = self._token_texts[token_id] = self._decode([token_id], skip_special_tokens=False)
+            text = self._token_texts[token_id] = self._pieces.piece(token_id).decode(errors="replace")
         return text
 
     def renderer(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> TextRenderer:
@@ -112,6 +111,10 @@ class TextProcessor:
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
+
+    def _encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        variants = (variant for word in words for variant in (word, " " + word))
+        return tuple(dict.fromkeys(tuple(self._encode(variant, False)) for variant in variants))
 
     def _decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         text: str = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
@@ -140,7 +143,7 @@ class TextProcessor:
             )
         except TemplateError as error:  # raised by the template itself, for the one who wrote the messages
             raise InvalidRequestError("chat", f"the model's chat template refuses it: {error}") from None
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             # A template is a program of the checkpoint, and met a message of a shape that it does not expect.
             raise InvalidRequestError(
                 "chat", f"the model's chat template fails on it: {type(error).__name__}: {error}"

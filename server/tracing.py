@@ -38,9 +38,13 @@ class Tracing:
 
 
 def make_tracing(endpoint: str | None, model_name: str) -> Tracing:
-    """Raises ConfigError when the packages are not there."""
+    """Raises ConfigError when the packages are not there, or nothing could ever be sent."""
     if endpoint is None:
         return Tracing()
+    if not endpoint.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"trace_endpoint: got {endpoint!r}, expected a URL such as http://127.0.0.1:4318/v1/traces"
+        )
     try:
         from server.tracing_otel import OtelTracing
     except ModuleNotFoundError as error:

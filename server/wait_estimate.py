@@ -42,6 +42,10 @@ class WaitEstimator:
         self._starts += num_started
         self._prompt_tokens += num_prompt_tokens
 
+    def engine_started(self) -> None:
+        """Another one: the time since the last step of the one before it was an outage, no waiting in a queue."""
+        self._last_step_at = None
+
     def estimate(self, *, num_running: int, num_ahead: int, num_tokens_ahead: int) -> float:
         """Seconds until requests and prompt tokens that come first, its own included, have been taken up; 0 while
         nothing is known. Nothing that started yet counts as one.

@@ -64,9 +64,9 @@ class EngineProcess:
         )
 
     async def stop(self, timeout: float) -> None:
-        """Ask it to stop, kill it after `timeout` seconds."""
+        """Wait for one that was told to stop, kill it after `timeout` seconds."""
         if self._process.returncode is None:
-            self._process.terminate()
+            self._process.terminate()  # one that still loads does not listen
             try:
                 await asyncio.wait_for(self._process.wait(), timeout)
             except TimeoutError:

@@ -20,7 +20,7 @@ from engine.client.streaming import StreamingClient
 from engine.config import EngineConfig
 from engine.errors import EngineUnavailableError
 from engine.loop import Command
-from engine.messages import FromEngine, Hello
+from engine.messages import FromEngine, Hello, Shutdown
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class ProcessEngineClient(StreamingClient):
         engine.socket.send(self._encoder.encode(Hello()))
         reader = asyncio.create_task(self._read(engine), name="engine-reader")
         reader.add_done_callback(self._on_reader_done)
-        watcher = asyncio.create_task(self._watch(engine), name="engine-watcher")
+        watcher = asyncio.create_task(self._watch(engine, reader), name="engine-watcher")
         watchdog = asyncio.create_task(self._kill_when_silent(engine), name="engine-watchdog")
         self._running = _Running(engine, reader, watcher, watchdog)
 
@@ -85,6 +85,7 @@ class ProcessEngineClient(StreamingClient):
         if self._running is None:
             return
         self._running.watchdog.cancel()
+        self._send(Shutdown())
         await self._running.engine.stop(self._stop_timeout)
         await self._running.watcher  # which waits for the last messages
         self._running.reader.cancel()
@@ -95,21 +96,16 @@ class ProcessEngineClient(StreamingClient):
         while True:
             payload = await engine.socket.recv()
             await asyncio.sleep(0)  # `recv` alone does not let others run while messages are there
-            try:
-                message = self._decoder.decode(payload)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                log.warning("dropped a message of %d bytes that cannot be read: %s", len(payload), error)
-            else:
-                self._receive(message)
+            self._receive(self._decoder.decode(payload))
 
     def _on_reader_done(self, reader: asyncio.Task[None]) -> None:
         if not reader.cancelled() and (error := reader.exception()) is not None:
             log.error("reading from the engine failed", exc_info=error)
             self._fail(EngineUnavailableError(f"reading from the engine failed: {error}"))
 
-    async def _watch(self, engine: EngineProcess) -> None:
+    async def _watch(self, engine: EngineProcess, reader: asyncio.Task[None]) -> None:
         end = await engine.wait()
-        while await engine.socket.poll(QUIET_MS):
+        while not reader.done() and await engine.socket.poll(QUIET_MS):
             await asyncio.sleep(0)  # the reader takes it
         self._fail(EngineUnavailableError(f"the engine process {end}"))
 

@@ -48,7 +48,9 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the end of stdin is the sign to stop
+    # These reach all processes, also where it is the frontend's to end; the end of stdin is the sign to stop.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
     setup = read_message(stdin)

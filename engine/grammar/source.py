@@ -46,7 +46,8 @@ def native_grammar(constraint: Constraint) -> str:
             return LLMatcher.grammar_from_regex(constraint.text)
         case "choice":
             texts = (json.dumps(choice, ensure_ascii=False) for choice in constraint.choices)
-            return LLMatcher.grammar_from_lark("start: " + " | ".join(texts))
+            # One terminal: as alternatives of a rule, each would be an item of the parser's first row (LIMITS).
+            return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(texts))
         case "grammar":
             return LLMatcher.grammar_from_lark(_as_lark(constraint.text))
 

@@ -34,6 +34,7 @@ class RequestRecord:
     arrivals: list[Arrival] = field(default_factory=list)
     ended: float = 0.0
     error: str = ""  # gRPC status name
+    message: str = ""  # what the status says
     finished: pb.Finished | None = None
 
     @property
@@ -115,5 +116,5 @@ async def _send(
                 case "finished":
                     record.finished = response.finished
     except grpc.aio.AioRpcError as error:
-        record.error = error.code().name
+        record.error, record.message = error.code().name, error.details() or ""
     record.ended = time.perf_counter()

@@ -27,16 +27,9 @@ def print_report(report: LoadReport, console: Console) -> None:
 def _throughput(report: LoadReport) -> Table:
     title = f"{report.model}: {report.num_completed} of {report.num_requests} requests completed"
     table = Table(title=title + _mark(bool(report.synthetic_acceptance)))
-    for column in (
-        "seconds",
-        "prompt tokens",
-        "cached",
-        "output tokens",
-        "requests/s",
-        "tokens/s",
-        "messages/s",
-    ):
-        table.add_column(column, justify="right")
+    _add_columns(
+        table, "seconds", "prompt tokens", "cached", "output tokens", "requests/s", "tokens/s", "messages/s"
+    )
     table.add_row(
         f"{report.duration:.2f}",
         str(report.prompt_tokens),
@@ -58,8 +51,7 @@ def _latencies(report: LoadReport) -> Table:
         ("end to end", report.e2e_latency),
     ]
     table = Table("milliseconds" + _mark(bool(report.synthetic_acceptance)))
-    for column in ("mean", "p50", "p95", "p99", "max"):
-        table.add_column(column, justify="right")
+    _add_columns(table, "mean", "p50", "p95", "p99", "max")
     for name, summary in rows:
         values = (summary.mean, summary.p50, summary.p95, summary.p99, summary.max)
         table.add_row(name, *(f"{value * 1e3:.2f}" for value in values))
@@ -68,8 +60,7 @@ def _latencies(report: LoadReport) -> Table:
 
 def _speculation(reports: list[SpeculationReport]) -> Table:
     table = Table("draft method")
-    for column in ("verifications", "drafted", "accepted", "acceptance length", "rate by position"):
-        table.add_column(column, justify="right")
+    _add_columns(table, "verifications", "drafted", "accepted", "acceptance length", "rate by position")
     for report in reports:
         table.add_row(
             report.method + _mark(report.is_synthetic),
@@ -80,6 +71,12 @@ def _speculation(reports: list[SpeculationReport]) -> Table:
             " ".join(f"{rate:.2f}" for rate in report.acceptance_rate_by_position),
         )
     return table
+
+
+def _add_columns(table: Table, *titles: str) -> None:
+    """A title of one word is never cut, however narrow the terminal; others break between words."""
+    for title in titles:
+        table.add_column(title, justify="right", no_wrap=" " not in title)
 
 
 def _mark(is_synthetic: bool) -> str:

@@ -60,7 +60,8 @@ def _global_options(
 ) -> None:
     """A gRPC inference server with its own engine and speculative decoding.
 
-    Start one with `slipstream serve --model PATH`, then ask it with `slipstream generate "Hello"`.
+    Start one with `slipstream serve --model PATH`, then ask it with
+    `slipstream generate "Hello"`.
     """
 
 

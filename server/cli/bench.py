@@ -43,7 +43,7 @@ class LoadOptions:
 def bench(
     connection: Connection,
     concurrency: Annotated[
-        int | None, typer.Option(min=1, help=f"Streams at once.  [default: {_DEFAULT_CONCURRENCY}]")
+        int | None, typer.Option(min=1, help=f"Streams at once. Default: {_DEFAULT_CONCURRENCY}.")
     ] = None,
     rate: Annotated[
         float | None, typer.Option(min=1e-3, help="Requests a second at random (Poisson) times instead.")
@@ -58,17 +58,20 @@ def bench(
         Path | None, typer.Option(help="Prompts from a JSONL file: objects with `prompt` or `turns`.")
     ] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    method: Annotated[str | None, typer.Option(help="Draft method, or `none`; else the server's.")] = None,
+    method: Annotated[
+        str | None, typer.Option(help="Draft method, `auto` or `none`; else the server's.")
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of prompts, arrival times and sampling.")] = 0,
     output: Annotated[Path | None, typer.Option(help="Write the result to this JSON file.")] = None,
 ) -> None:
     """Measure a running server under load.
 
-    Keeps a number of streams busy (--concurrency), or sends at a given rate whatever the answers do (--rate).
-    Prompts are random token ids and every answer has the full length, unless a prompt file is given. Exit
-    status 1 when no request completed.
+    Keeps a number of streams busy (--concurrency), or sends at a given rate
+    whatever the answers do (--rate). Prompts are random token ids and every
+    answer has the full length, unless a prompt file is given. Exit status 1
+    when no request completed.
 
-    Example: slipstream bench --concurrency 16 --num-requests 128 --input-len 256 --output-len 64
+    Example: slipstream bench --concurrency 16 --input-len 256 --output-len 64
     """
     if concurrency is not None and rate is not None:
         raise typer.BadParameter("give either --concurrency or --rate", param_hint="--rate")
@@ -104,7 +107,17 @@ def _run(options: LoadOptions) -> LoadReport:
         Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress,
     ):
         task = progress.add_task("requests", total=options.num_requests)
-        return asyncio.run(drive(options, lambda record: progress.advance(task)))
+        failed: list[RequestRecord] = []
+
+        def on_done(record: RequestRecord) -> None:
+            progress.advance(task)
+            if record.error:
+                failed.append(record)
+
+        report = asyncio.run(drive(options, on_done))
+    if failed:
+        typer.echo(f"first failure: {failed[0].error}: {failed[0].message}", err=True)
+    return report
 
 
 async def drive(options: LoadOptions, on_done: Callable[[RequestRecord], None]) -> LoadReport:

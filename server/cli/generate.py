@@ -22,7 +22,10 @@ def generate(
     connection: Connection,
     prompt: Annotated[str | None, typer.Argument(help="The prompt; `-` or none: read it from stdin.")] = None,
     chat: Annotated[
-        bool, typer.Option("--chat/--raw", help="Ask as a chat message, or continue the text as it stands.")
+        bool,
+        typer.Option(
+            "--chat/--raw", help="Ask as a chat message, or continue the text as it stands (any model can)."
+        ),
     ] = True,
     system: Annotated[str | None, typer.Option(help="System message of the chat.")] = None,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens at most; else what fits.")] = None,
@@ -58,10 +61,11 @@ def generate(
 ) -> None:
     """Generate text with a running server and show it as it comes.
 
-    Only the generated text goes to stdout, so it can be piped. Exit status: 0 done, 1 refused or failed,
-    2 wrong usage, 3 server unavailable, 130 interrupted.
+    Only the generated text goes to stdout, so it can be piped. Exit status:
+    0 done, 1 refused or failed, 2 wrong usage, 3 server unavailable,
+    130 interrupted.
 
-    Example: slipstream generate "Why is the sky blue?" --max-tokens 64 --temperature 0 --stats
+    Example: slipstream generate "Why is the sky blue?" --max-tokens 64 --stats
     """
     if system is not None and not chat:
         raise typer.BadParameter("a system message needs --chat", param_hint="--system")

@@ -23,14 +23,17 @@ EXIT_CONFIG = 2  # wrong flags, environment, file; a port in use
 def serve(**flags: Any) -> None:
     """Serve a model over gRPC.
 
-    Every option is also an environment variable (SLIPSTREAM_MAX_NUM_SEQS for --max-num-seqs) and a key of
-    the file given with --config; options win over the environment, the environment over the file.
+    Every option is also an environment variable (SLIPSTREAM_MAX_NUM_SEQS for
+    --max-num-seqs) and a key of the file given with --config; options win over
+    the environment, the environment over the file. --speculator is
+    SLIPSTREAM_SPECULATORS='ngram,k=4;suffix' there, and a list `speculators`.
 
-    SIGTERM drains: health turns NOT_SERVING, new requests are refused after --drain-delay, running streams
-    finish within --grace. A second SIGTERM stops at once. An engine that dies is started again
-    (--engine-restarts). Exit status: 0 stopped, 1 model or engine failed, 2 wrong configuration.
+    SIGTERM drains: health turns NOT_SERVING, new requests are refused after
+    --drain-delay, running streams finish within --grace. A second SIGTERM stops
+    at once. An engine that dies is started again (--engine-restarts). Exit
+    status: 0 stopped, 1 model or engine failed, 2 wrong configuration.
 
-    Example: slipstream serve --model models/smollm2.gguf --port 50051 --kv-cache-memory 512MiB
+    Example: slipstream serve --model models/tiny-gemma4 --speculator ngram,k=4
     """
     file: Path | None = flags.pop("config")
     try:
@@ -72,7 +75,8 @@ def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
         help=f"{field.description}{_default_text(field.default)}",
         show_default=False,
         metavar=None if kind == bool | None else "VALUE",
-        rich_help_panel=str(field.json_schema_extra["group"]),
+        # Two names in a row leave the others of a panel no room on a terminal of 80 columns.
+        rich_help_panel="Switches" if kind == bool | None else str(field.json_schema_extra["group"]),
     )
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, option]

@@ -129,6 +129,15 @@ def test_while_rows_are_free_prompts_decide() -> None:
     world.check(num_tokens=20, within=1.0)
 
 
+def test_an_outage_of_the_engine_is_no_waiting_in_the_queue(learnt: Iterator[World]) -> None:
+    world = next(learnt)
+    world.start([], seconds=0.0)  # requests wait, and the engine dies
+    world.clock.now += 60.0
+    world.admission.engine_started()
+    world.start([], seconds=1.0)
+    assert world.admission.estimate() == pytest.approx(1.1, rel=0.05)
+
+
 def test_more_urgent_requests_wait_for_more_urgent_ones_only(learnt: Iterator[World]) -> None:
     world = next(learnt)
     world.check(priority=-1, within=0.3)

@@ -19,7 +19,7 @@ OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
 async def test_a_client_that_vanishes_silently_is_found_and_its_request_freed() -> None:
     engine = FakeEngine()
     async with (
-        running_server(engine, keepalive_time=0.2, keepalive_timeout=0.2) as server,
+        running_server(engine, keepalive_time=0.2, keepalive_timeout=2.0) as server,
         tcp_proxy(server.app.port) as proxy,
         grpc.aio.insecure_channel(f"127.0.0.1:{proxy.port}", options=OWN_CONNECTION) as channel,
     ):

@@ -211,7 +211,7 @@ async def test_an_error_of_one_request_leaves_the_others_alone(make_client: Make
 
 
 async def test_a_reader_that_does_not_read_is_given_up(make_client: MakeClient) -> None:
-    async with running(make_client(slow_reader_timeout=0.2)) as client:
+    async with running(make_client(slow_reader_timeout=1.0)) as client:
         cancelled = output_seen(client, is_last)
         slow, fast = (client.submit(fake_request(name, ENDLESS)) for name in ("slow", "fast"))
 
@@ -221,7 +221,7 @@ async def test_a_reader_that_does_not_read_is_given_up(make_client: MakeClient) 
 
         reading = asyncio.ensure_future(keep_reading())
         await cancelled.wait()
-        with pytest.raises(SlowReaderError, match=r"0\.2 s"):
+        with pytest.raises(SlowReaderError, match="for 1 s"):
             await slow.next()
         slow.close()
         assert not reading.done()

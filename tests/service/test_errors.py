@@ -54,7 +54,7 @@ BAD_FIELDS: list[tuple[Fields, str, str]] = [
     (sampling(logit_bias={320: 1}), "sampling.logit_bias", "got token id 320, expected 0 <= id < 320"),
     (sampling(allowed_token_ids=[320]), "sampling.allowed_token_ids", "got token id 320"),
     (sampling(bad_words=[""]), "sampling.bad_words", "got a word of 0 characters"),
-    (sampling(bad_words=["x"] * 257), "sampling.bad_words", "got 257 words, expected at most 256"),
+    (sampling(bad_words=["x"] * 257), "sampling.bad_words", "got 257 entries, expected at most 256"),
     (sampling(bad_words=["x" * 257]), "sampling.bad_words", "got a word of 257 characters, expected 1..256"),
     (
         sampling(allowed_token_ids=[5] * 321),
@@ -64,7 +64,7 @@ BAD_FIELDS: list[tuple[Fields, str, str]] = [
     (sampling(bad_words=["x" * 40]), "sampling.bad_words", "tokens in a word, expected at most 32"),
     (stopping(max_tokens=0), "stopping.max_tokens", "got 0, expected >= 1"),
     (stopping(max_tokens=2, min_tokens=3), "stopping.min_tokens", "got 3, expected >= 0 and <= 2"),
-    (stopping(stop=["a"] * 17), "stopping.stop", "got 17 stop strings, expected at most 16"),
+    (stopping(stop=["a"] * 17), "stopping.stop", "got 17 entries, expected at most 16"),
     (stopping(stop=[""]), "stopping.stop", "got an empty stop string"),
     (stopping(stop=["x" * 257]), "stopping.stop", "got 257 characters in a stop string"),
     (stopping(stop_token_ids=[320]), "stopping.stop_token_ids", "got token id 320"),
@@ -88,8 +88,8 @@ BAD_FIELDS: list[tuple[Fields, str, str]] = [
     ({"choice": pb.ChoiceConstraint()}, "choice", "got no choices, expected at least one"),
     (
         {"choice": pb.ChoiceConstraint(choices=["a"] * 1025)},
-        "choice",
-        "got 1025 choices, expected at most 1024",
+        "choice.choices",
+        "got 1025 entries, expected at most 1024",
     ),
     ({"grammar": "x" * 65537}, "grammar", "got 65537 characters, expected at most 65536"),
     ({"n": 0}, "n", "got 0, expected 1..64"),

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import structlog
 
 from engine.client.process import ProcessEngineClient
 from engine.log_stream import LossyHandler, lossy
@@ -20,6 +19,7 @@ from engine.messages import FinishInfo
 from server.logs import configure_logs
 from tests.support.fake_core import fake_config, fake_request
 from tests.support.server_fixture import collect, running_server, text_request
+from tests.support.structured_logs import restored_logging
 
 FAILURES = [
     OSError(errno.ENOSPC, "No space left on device"),
@@ -55,12 +55,9 @@ def log(handler: logging.Handler, *texts: str) -> None:
 
 
 @pytest.fixture
-def restored_logging() -> Iterator[None]:
-    root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
-    yield
-    root.handlers, root.level = handlers, level
-    structlog.reset_defaults()
+def logging_as_before() -> Iterator[None]:
+    with restored_logging():
+        yield
 
 
 @pytest.mark.parametrize("failure", FAILURES, ids=repr)
@@ -111,7 +108,7 @@ def test_a_pipe_that_nobody_reads_holds_nothing_up() -> None:
 
 @pytest.mark.parametrize("failure", FAILURES, ids=repr)
 async def test_a_server_serves_without_its_log(
-    failure: Exception | None, monkeypatch: pytest.MonkeyPatch, restored_logging: None
+    failure: Exception | None, monkeypatch: pytest.MonkeyPatch, logging_as_before: None
 ) -> None:
     configure_logs("debug", "json")
     (handler,) = logging.getLogger().handlers
@@ -126,7 +123,8 @@ async def test_a_server_serves_without_its_log(
         await server.app.live.wait_until_empty()
     lines = [json.loads(line) for line in stream.data.splitlines()]
     assert (lines[0]["event"].split()[0], lines[0]["level"]) == ("lost", "warning")
-    assert [line["status"] for line in lines if line.get("request_id") == "heard"] == ["OK"]
+    ended = [line for line in lines if line["event"] == "call ended" and line.get("request_id") == "heard"]
+    assert [line["status"] for line in ended] == ["OK"]
 
 
 @pytest.mark.parametrize("kind", ["full disk", "full pipe", "closed pipe"])

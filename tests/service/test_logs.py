@@ -12,15 +12,13 @@ import structlog
 from server.logs import LogFormat, configure_logs
 from server.pb.slipstream.v1 import generation_pb2 as pb
 from tests.support.server_fixture import collect, failure_of, running_server, text_request
+from tests.support.structured_logs import restored_logging
 
 
 @pytest.fixture(autouse=True)
-def restored_logging() -> Iterator[None]:
-    root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
-    yield
-    root.handlers, root.level = handlers, level
-    structlog.reset_defaults()
+def _logging_as_before() -> Iterator[None]:
+    with restored_logging():
+        yield
 
 
 def lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, object]]:
@@ -54,6 +52,16 @@ async def test_a_refused_call_says_which_field_and_not_what_it_held(
     assert (call["status"], call["reason"]) == ("INVALID_ARGUMENT", "INVALID_REQUEST")
     assert call["field"] == "chat.messages[0].role"
     assert "secret" not in json.dumps(logged)
+
+
+async def test_a_refused_model_is_logged_in_part(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logs("info", "json")
+    async with running_server() as server:
+        await failure_of(server.stub.Generate(text_request(model="x" * 1_000_000)))
+    (call,) = [line for line in lines(capsys) if line["event"] == "call ended"]
+    assert (call["status"], call["reason"]) == ("NOT_FOUND", "UNKNOWN_MODEL")
+    assert str(call["error"]).startswith("got model 'xxx")
+    assert len(json.dumps(call)) < 2000
 
 
 async def test_no_level_writes_a_prompt_or_an_answer(capsys: pytest.CaptureFixture[str]) -> None:

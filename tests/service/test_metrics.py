@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 
-import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
@@ -16,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from engine.errors import ConfigError
 from engine.messages import FinishInfo, RequestTimes
 from engine.stats import EngineStats, SpecObservation, StepStats
-from server.interceptors import CallInterceptor
+from server.interceptors import CallInterceptor, run_to_status
 from server.metrics import Metrics, MetricsEndpoint
 from server.pb.slipstream.v1 import generation_pb2 as pb
 from server.service import SERVICE_NAME
@@ -178,13 +179,29 @@ async def test_calls_are_counted_by_method_and_status() -> None:
         assert server.metric("grpc_server_handling_seconds_count", **labels) == 2
 
 
-async def test_a_deadline_is_counted_as_one() -> None:
-    engine = FakeEngine()
-    async with running_server(engine) as server:
-        failure = await failure_of(server.stub.Generate(text_request(request_id="r"), timeout=0.05))
-        assert failure.code is grpc.StatusCode.DEADLINE_EXCEEDED
-        await engine.wait_for(lambda: engine.aborted == ["r"])
-        assert await server.handled("Generate", "DEADLINE_EXCEEDED") == 1
+@pytest.mark.parametrize(
+    ("timeout", "remaining", "code"),
+    [
+        (None, None, "CANCELLED"),
+        (30.0, 20.0, "CANCELLED"),
+        (0.05, 0.0, "DEADLINE_EXCEEDED"),
+        (0.05, 0.015, "DEADLINE_EXCEEDED"),  # passed at the client, which reset the stream
+        (30.0, 0.3, "DEADLINE_EXCEEDED"),  # sent rounded up by 1 %
+    ],
+)
+async def test_a_call_that_is_cancelled_counts_as_what_cancelled_it(
+    timeout: float | None, remaining: float | None, code: str
+) -> None:
+    left = iter((timeout, remaining))
+    codes: list[str] = []
+
+    async def cancelled(request: object, context: object) -> None:
+        raise asyncio.CancelledError
+
+    context = SimpleNamespace(time_remaining=lambda: next(left))
+    with pytest.raises(asyncio.CancelledError):
+        await run_to_status(cancelled, None, context, lambda status: codes.append(status.name))
+    assert codes == [code]
 
 
 async def test_a_call_cancelled_before_its_deadline_is_counted_as_cancelled() -> None:

@@ -36,6 +36,13 @@ def test_every_field_of_the_configuration_is_a_flag_with_help() -> None:
         assert field.description
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_nothing_of_a_help_is_cut_on_a_terminal_of_80_columns(command: str) -> None:
+    result = CliRunner().invoke(make_app(command), [command, "--help"], env={"COLUMNS": "80"})
+    assert result.exit_code == 0
+    assert "…" not in result.output
+
+
 def test_the_short_help_of_a_command_is_the_first_line_of_its_own() -> None:
     overview = wide_help()
     for name, (module, summary) in COMMANDS.items():

@@ -198,7 +198,7 @@ def test_the_draft_method_of_requests_that_name_none(
             },
             "synthetic_acceptance: .*verification 'coupled'",
         ),
-        ({"model": "m", "prot": 1}, "prot: Extra inputs are not permitted"),
+        ({"model": "m", "prot": 1}, "prot: there is no such setting"),
     ],
 )
 def test_a_wrong_value_is_named_with_what_was_got(flags: dict[str, object], message: str) -> None:
@@ -213,7 +213,7 @@ def test_a_wrong_value_is_named_with_what_was_got(flags: dict[str, object], mess
         ("config.toml", "model = ", "cannot read"),
         ("config.yaml", "a: [", "cannot read"),
         ("config.yaml", "- a", "got list in"),
-        ("config.toml", "modle = 'm'", "modle: Extra inputs are not permitted"),
+        ("config.toml", "modle = 'm'", "modle: there is no such setting"),
     ],
 )
 def test_a_wrong_file_is_named(tmp_path: Path, name: str, text: str, message: str) -> None:
@@ -225,6 +225,26 @@ def test_a_wrong_file_is_named(tmp_path: Path, name: str, text: str, message: st
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read .*none\.toml"):
         load_config({}, tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize(
+    "name", ["SLIPSTREAM_SPECULATOR", "SLIPSTREAM_MAX_NUM_SEQ", "slipstream_kv_cache_memry"]
+)
+def test_a_misspelt_variable_is_named_with_the_one_that_was_meant(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, "4")
+    with pytest.raises(ConfigError, match=f"got {name.upper()}, which is no setting; expected SLIPSTREAM_"):
+        load_config({"model": "m"})
+
+
+def test_variables_of_kubernetes_and_of_clients_are_not_taken_for_settings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = ["SERVICE_HOST", "SERVICE_PORT", "PORT_50051_TCP", "PORT_50051_TCP_PORT", "METRICS_SERVICE_PORT"]
+    for name in [*names, "ADDRESS", "TOKEN", "TLS_CA", "CLIENT_CERT", "CLIENT_KEY", "CACHE"]:
+        monkeypatch.setenv(f"SLIPSTREAM_{name}", "x")
+    load_config({"model": "m"})
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 import pytest
 import trustme
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from engine.errors import ConfigError
 from server.pb.slipstream.v1 import generation_pb2 as pb
@@ -158,3 +159,29 @@ def test_an_encrypted_key_is_refused_instead_of_asking_the_terminal(
     files["tls_key"].write_bytes(encrypted)
     with pytest.raises(ConfigError, match="encrypted"):
         server_credentials(TlsFiles(files["tls_cert"], files["tls_key"]))
+
+
+async def test_every_port_with_tls_has_the_certificate_and_follows_its_rotation(
+    tmp_path: Path, authority: trustme.CA, other_authority: trustme.CA
+) -> None:
+    options: dict[str, Any] = {**write_server_files(tmp_path, authority), "admin_port": free_port()}
+    async with serving_tls(options) as server:
+        before, after = client_credentials(authority), client_credentials(other_authority)
+        await wait_until_serving(server, before)
+        assert await admin_status(options["admin_port"], before) is grpc.StatusCode.OK
+        write_server_files(tmp_path, other_authority)
+        assert await status_with(server, after) is grpc.StatusCode.OK
+        assert await admin_status(options["admin_port"], after) is grpc.StatusCode.OK
+        assert await admin_status(options["admin_port"], before) is grpc.StatusCode.UNAVAILABLE
+
+
+async def admin_status(port: int, credentials: grpc.ChannelCredentials) -> grpc.StatusCode:
+    """Of a health check on the admin port and a new connection."""
+    target = f"{SERVER_NAME}:{port}"
+    async with grpc.aio.secure_channel(target, credentials, options=[OWN_CONNECTION]) as channel:
+        try:
+            stub: Any = health_pb2_grpc.HealthStub(channel)
+            await stub.Check(health_pb2.HealthCheckRequest(), timeout=10)
+        except grpc.aio.AioRpcError as error:
+            return error.code()
+    return grpc.StatusCode.OK

@@ -8,10 +8,14 @@ from typing import Any
 import grpc
 import pytest
 from google.protobuf.struct_pb2 import Struct
+from tokenizers import Tokenizer, decoders
+from transformers import PreTrainedTokenizerFast
 
+from engine.errors import CheckpointError
 from server.pb.slipstream.v1 import generation_pb2 as pb
 from server.text import MAX_CHARS, TextProcessor
 from tests.support.server_fixture import failure_of, running_server, tiny_tokenizer
+from tests.support.text_tokenizers import FAMILIES
 
 TEXT = "the naïve dog 🙂"
 
@@ -30,6 +34,25 @@ def struct(**fields: Any) -> Struct:
 
 def user(content: str = "hi") -> pb.ChatMessage:
     return pb.ChatMessage(role="user", content=content)
+
+
+def over(backend: Tokenizer) -> TextProcessor:
+    return TextProcessor(PreTrainedTokenizerFast(tokenizer_object=backend))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_texts_of_tokens_make_the_text(family: str) -> None:
+    backend = FAMILIES[family]()
+    text = over(backend)
+    ids = backend.encode("the fox", add_special_tokens=False).ids
+    assert "".join(map(text.token_text, ids)).lstrip(" ") == "the fox"  # some families begin with a space
+
+
+def test_a_tokenizer_whose_text_cannot_be_streamed_is_refused_at_the_start() -> None:
+    backend = FAMILIES["byte_level"]()
+    backend.decoder = decoders.WordPiece()
+    with pytest.raises(CheckpointError, match="got the decoder step"):
+        over(backend)
 
 
 async def test_text_goes_to_ids_and_back() -> None:
@@ -55,7 +78,10 @@ async def test_a_text_that_is_too_long_in_any_case_is_refused_before_it_is_token
     tokenized: list[str] = []
     monkeypatch.setattr(TextProcessor, "_encode", lambda self, text, **options: tokenized.append(text))
     text = "x" * (MAX_CHARS + 1)
-    prompts = {"text": {"text": text}, "chat": {"chat": pb.ChatPrompt(messages=[user(text)])}}
+    prompts: dict[str, dict[str, Any]] = {
+        "text": {"text": text},
+        "chat": {"chat": pb.ChatPrompt(messages=[user(text)])},
+    }
     async with running_server() as server:
         for field, prompt in prompts.items():
             request = getattr(pb, f"{rpc}Request")(**prompt)

@@ -141,6 +141,11 @@ def test_without_an_endpoint_nothing_is_traced_and_nothing_is_needed(monkeypatch
         make_tracing("http://127.0.0.1:4318/v1/traces", "tiny")
 
 
+def test_an_endpoint_that_is_no_url_is_refused() -> None:
+    with pytest.raises(ConfigError, match="trace_endpoint: got 'localhost:4318', expected a URL"):
+        make_tracing("localhost:4318", "tiny")
+
+
 def test_what_was_cut_short_ends_now() -> None:
     assert list(phases_of(RequestTimes(), 9.0)) == []
     assert list(phases_of(RequestTimes(arrival=1.0, first_scheduled=2.0), 9.0)) == [

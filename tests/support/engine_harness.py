@@ -160,7 +160,6 @@ def scripted_model(
         eos_token_ids=eos,
         num_parameters=0,
         weight_bytes=0,
-        generation_defaults={},
     )
 
 

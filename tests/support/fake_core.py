@@ -7,7 +7,6 @@ happens is asked for by the model name of the configuration (at start) or the ca
 from __future__ import annotations
 
 import os
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -57,7 +56,7 @@ def fake_request(
     logprobs: int | None = None,
     prompt: list[int] | None = None,
 ) -> AddRequest:
-    """`does`: "", "refused", "queue_full"; at the second step "error", "crash", "hang", "kill"."""
+    """`does`: "", "refused", "queue_full"; at the second step "error", "crash", "hang"."""
     params = SamplingParams(max_tokens=max_tokens, logprobs=logprobs)
     return AddRequest(
         request_id=request_id, prompt_token_ids=prompt or [7, 8, 9], params=params, cache_salt=does
@@ -158,8 +157,6 @@ class FakeCore:
                     raise RuntimeError("a secret of the implementation")
                 case "hang":
                     time.sleep(3600)
-                case "kill":
-                    os.kill(os.getpid(), signal.SIGKILL)
         before = live.num_emitted
         tokens = expected_tokens(live.request, before, before + TOKENS_PER_STEP)
         live.num_emitted += len(tokens)

@@ -167,6 +167,20 @@ async def failure_of(call: Any) -> Failure:
     raise AssertionError("the call succeeded")
 
 
+async def run_into_deadline(engine: FakeEngine, call: Callable[[str, float], Any]) -> str:
+    """Make the call that `call` makes of a request id and a timeout in seconds, so that its deadline passes while the
+    engine has it; the id. On a busy machine a short deadline passes before that: then another one, with more time.
+    """
+    timeout = 0.05
+    while True:
+        request_id = f"within {timeout} s"
+        failure = await failure_of(call(request_id, timeout))
+        assert failure.code is grpc.StatusCode.DEADLINE_EXCEEDED
+        if request_id in engine.requests:
+            return request_id
+        timeout *= 2
+
+
 def _failure(error: grpc.aio.AioRpcError) -> Failure:
     details: dict[str, Message] = {}
     trailers: dict[str, Any] = dict(error.trailing_metadata())  # type: ignore[arg-type]

@@ -218,6 +218,24 @@ def test_bench_counts_errors_and_fails_when_nothing_completed(address: str, serv
     result = run(bench, "--address", address, "--num-requests", "3", "--warmup", "0")
     assert result.exit_code == EXIT_FAILED
     assert "3 requests ended with RESOURCE_EXHAUSTED" in result.stdout
+    assert "first failure: RESOURCE_EXHAUSTED: the queue is full" in result.stderr
+
+
+def test_no_title_of_a_report_is_cut_on_a_terminal_of_80_columns(address: str) -> None:
+    result = run(bench, "--address", address, "--num-requests", "1", "--warmup", "0")
+    assert "messages/s" in result.stdout
+    assert "verifications" in result.stdout
+    assert "…" not in result.stdout
+
+
+@pytest.mark.parametrize("command", [generate, info, bench])
+def test_a_certificate_that_no_tls_would_show_is_wrong_usage(
+    command: Callable[..., None], address: str, tmp_path: Path
+) -> None:
+    arguments = ["hi"] if command is generate else []
+    result = run(command, *arguments, "--address", address, "--client-cert", str(tmp_path / "own.pem"))
+    assert result.exit_code == USAGE_ERROR
+    assert "tls_ca" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,9 @@ from engine.errors import CheckpointError, InvalidRequestError
 from engine.grammar import compiler as compiler_module
 from engine.grammar.checker import GrammarChecker
 from engine.grammar.compiler import GrammarCompiler
-from engine.params import Constraint
+from engine.grammar.matcher import GrammarMatcher
+from engine.params import MAX_CONSTRAINT_CHOICES, Constraint
+from engine.text.incremental_decoder import load_tokenizer
 from tests.support.tiny_models import TINY_EOS_TOKEN_ID, TINY_VOCAB_SIZE, make_tiny_tokenizer
 
 
@@ -85,6 +87,21 @@ def test_after_a_grammar_that_ended_its_process_others_are_compiled(compiler: Gr
         with pytest.raises(InvalidRequestError):
             compiler.start(Constraint(kind="grammar", text=chain(5001 + index))).result()
         assert not compiler.start(Constraint(kind="regex", text=f"a{index}")).result().is_error()
+
+
+def test_each_of_as_many_choices_as_there_may_be_can_be_written(
+    compiler: GrammarCompiler, tmp_path: Path
+) -> None:
+    choices = tuple(f'{i} of {MAX_CONSTRAINT_CHOICES} \n"é"' for i in range(MAX_CONSTRAINT_CHOICES))
+    compiled = compiler.start(Constraint(kind="choice", choices=choices)).result()
+    tokenizer = load_tokenizer(make_tiny_tokenizer(tmp_path))
+    for choice in choices[::100]:
+        matcher = GrammarMatcher(compiled.deep_copy())
+        for token_id in tokenizer.encode(choice, add_special_tokens=False).ids:
+            assert not matcher.is_complete
+            matcher.native.compute_bitmask()
+            matcher.advance(token_id)
+        assert matcher.is_complete, matcher.error
 
 
 def test_the_same_grammar_is_compiled_once(

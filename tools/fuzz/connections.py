@@ -17,8 +17,33 @@ _OTHERS = (
     PREFACE[:10],
     b"",
 )
+_GET_LOADS = b"/slipstream.v1.GenerationService/GetLoads"
+_TEXTLESS = b"\xff\xfe"
 _READ_SECONDS = 0.01
 _CLOSE_AT_ONCE = struct.pack("ii", 1, 0)  # SO_LINGER: a reset instead of an orderly end
+
+
+def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    return len(payload).to_bytes(3, "big") + bytes((kind, flags)) + stream.to_bytes(4, "big") + payload
+
+
+def _header(name: bytes, value: bytes) -> bytes:
+    """HPACK: a literal, not indexed, not compressed; both shorter than 127 bytes."""
+    return b"\0" + bytes((len(name),)) + name + bytes((len(value),)) + value
+
+
+def call(path: bytes, *headers: tuple[bytes, bytes]) -> bytes:
+    """A whole unary call with an empty message, on a connection of its own."""
+    usual = (
+        (b":method", b"POST"),
+        (b":scheme", b"http"),
+        (b":path", path),
+        (b":authority", b"x"),
+        (b"te", b"trailers"),
+        (b"content-type", b"application/grpc"),
+    )
+    block = b"".join(_header(*header) for header in (*usual, *headers))
+    return PREFACE + _SETTINGS + _frame(1, 4, 1, block) + _frame(0, 1, 1, bytes(5))
 
 
 @st.composite
@@ -31,12 +56,21 @@ def _frames(draw: st.DrawFn) -> bytes:
     return length.to_bytes(3, "big") + bytes((kind, flags)) + stream.to_bytes(4, "big") + payload
 
 
+# None has such a path: grpcio prints a traceback where its caller has left. tests/service/test_textless.py has one.
+_TEXTLESS_CALLS = (
+    call(_GET_LOADS, (b"authorization", b"Bearer " + _TEXTLESS)),
+    call(_GET_LOADS, (b"traceparent", _TEXTLESS)),
+    call(_GET_LOADS, (_TEXTLESS, b"x")),
+)
+
+
 def conversations() -> st.SearchStrategy[bytes]:
     """All that a client of that kind says."""
     frames = st.lists(_frames(), min_size=1, max_size=6).map(b"".join)
     return st.one_of(
         st.binary(max_size=200),
         st.sampled_from(_OTHERS),
+        st.sampled_from(_TEXTLESS_CALLS),
         frames.map(lambda data: PREFACE + data),
         frames.map(lambda data: PREFACE + _SETTINGS + data),
     )
