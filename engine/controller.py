@@ -82,8 +82,15 @@ class EngineController:
         if profiling is None:
             return
         profiling.num_steps_left -= 1
-        if profiling.num_steps_left > 0:
-            return
+        if profiling.num_steps_left == 0:
+            self._end_profile(profiling)
+
+    def close(self) -> None:
+        """No step follows. A profile ends with those that it has: the profiler must not outlive the engine."""
+        if self._profiling is not None:
+            self._end_profile(self._profiling)
+
+    def _end_profile(self, profiling: _Profiling) -> None:
         self._profiling = None
         try:
             profiling.trace.write(profiling.path)

@@ -121,6 +121,7 @@ class EngineCore:
             if current.waits_for_host:
                 self._executor.provide(current.handle, HostInputs())
             self._executor.collect(current.handle)
+        self._controller.close()
 
     def _launch(self) -> None:
         # Nothing is launched behind a step whose part B is not: it would read what that has yet to write.

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import random
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 
 from engine.errors import InvalidRequestError, QueueFullError
+from engine.executor import SingleExecutor
 from engine.step import BlockTableUpdate, HostInputs, NewRow, ScheduledRequest, StepPlan
 from tests.support.engine_harness import Harness, make_core, request, scripted_model
 from tests.support.scripted_target import ScriptedTarget, reference_continuation
@@ -85,6 +86,22 @@ def test_a_step_without_memory_fails_its_requests_and_nobody_else(
         assert len(tokens) == 16 or f"r{index}" in failed
     again = Harness(core).run([request("again", PROMPTS[0], ignore_eos=True)])
     assert again["again"].token_ids == expected(PROMPTS[0], 16)
+
+
+def test_a_step_that_waits_for_the_host_fails_for_lack_of_memory_as_any_other() -> None:
+    class Full:
+        def launch_captured(self, plan: StepPlan) -> None:
+            return None
+
+        def launch_target(self, plan: StepPlan) -> None:
+            raise torch.OutOfMemoryError("tried to allocate 1 TiB")
+
+    executor = SingleExecutor(cast(Any, Full()))
+    entries = [ScheduledRequest(row=row, num_tokens=1, max_seq_len=8) for row in range(2)]
+    handle = executor.launch(StepPlan(step=7, scheduled=entries, needs_host_inputs=True))
+    executor.provide(handle, HostInputs())
+    output = executor.collect(handle)
+    assert (output.step, ["no memory" in row.failure for row in output.rows]) == (7, [True, True])
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -122,7 +122,8 @@ def expected_distribution(logits: Sequence[float], request: Request, position: i
     order = sorted(range(len(weights)), key=lambda token_id: (-processed[token_id], token_id))
     if 0 < asked.top_k < len(order):
         order = order[: asked.top_k]
-    total, mass, kept = sum(weights[token_id] for token_id in order), 0.0, []
+    total, mass = sum(weights[token_id] for token_id in order), 0.0
+    kept: list[int] = []
     for token_id in order:
         if kept and asked.top_p < 1 and mass >= asked.top_p * total:
             break

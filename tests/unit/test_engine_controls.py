@@ -205,6 +205,21 @@ def test_a_profile_covers_the_next_steps_and_is_a_chrome_trace(tmp_path: Path) -
     assert len(answers) == 1
 
 
+def test_a_profile_ends_with_the_engine(tmp_path: Path) -> None:
+    core = scripted_core(tmp_path)
+    answers: list[AnyResult | EngineError] = []
+    core.control(Profile(100), answers.append)
+    harness = Harness(core)
+    harness.add(request("r", PROMPT, max_tokens=MAX_TOKENS))
+    harness.step()
+    core.close()
+    (written,) = answers
+    assert isinstance(written, ProfileWritten)
+    assert Path(written.path).exists()
+    core.close()
+    assert len(answers) == 1
+
+
 def test_a_profile_needs_a_directory_and_a_number_of_steps(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match="--profile-directory"):
         control(scripted_core(), Profile(1))

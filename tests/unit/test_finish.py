@@ -167,6 +167,13 @@ def test_stop_strings_count_from_the_min_tokens_th_token_on() -> None:
     assert spanning.num_kept == 3
 
 
+def test_a_stop_string_before_min_tokens_is_not_found_later_beside_a_longer_one() -> None:
+    """Of the longer one's length is the text that is looked at again."""
+    run = ids("ab", "x", "x", "ab")
+    assert cutter(stop_strings=("ab", "ab END"), min_tokens=2).cut(run).num_kept == 4
+    assert cutter(stop_strings=("ab", "ab END"), min_tokens=3).cut(run[:3]) == Cut(3, None)
+
+
 def test_a_finished_request_takes_no_more_tokens() -> None:
     subject = cutter(max_tokens=1)
     subject.cut([1])

@@ -287,6 +287,13 @@ def test_bad_word_longer_than_the_history_matches_nothing() -> None:
     assert sample([request, zeros], torch.zeros(1, VOCAB), [(1, 40)]).token_ids.tolist() == [0]
 
 
+def test_a_bad_word_may_begin_with_the_very_first_token() -> None:
+    request = Request(params(temperature=0.0, bad_words=((1, 2, 3),)), (1,), (2,))
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 3], logits[0, 6] = 2.0, 1.0
+    assert sample([request], logits).token_ids.tolist() == [6]
+
+
 def test_bad_word_is_never_completed_across_prompt_and_output() -> None:
     request = Request(params(temperature=0.0, bad_words=((1, 2, 3), (9, 3), (2, 5))), (0, 1), (2,))
     logits = torch.zeros(1, VOCAB)

@@ -52,6 +52,15 @@ def test_times_are_those_of_first_and_last_token() -> None:
     assert second.times.arrival == first.times.arrival
 
 
+def test_the_time_in_the_queue_ends_with_the_first_step_whoever_comes_later_and_after_a_preemption() -> None:
+    harness = SchedulerHarness(num_blocks=6)
+    harness.run(*[make_request(name, [8 + index] * 4, max_tokens=12) for index, name in enumerate("ab")])
+    assert sum(got.outputs[-1].num_preemptions for got in harness.received.values()) > 0
+    for got in harness.received.values():
+        (first_scheduled,) = {output.times.first_scheduled for output in got.outputs}
+        assert got.outputs[0].times.arrival < first_scheduled < got.outputs[0].times.first_token
+
+
 def test_the_arrival_time_of_the_frontend_is_kept() -> None:
     message = AddRequest(
         request_id="a", prompt_token_ids=[8], params=make_request("a", [8]).params, arrival_time=0.25

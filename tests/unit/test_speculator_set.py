@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from engine.batch.request_rows import RequestRows
 from engine.messages import AddRequest
+from engine.sampling.draft_distributions import DraftDistributions
 from engine.sampling.states import SamplingStates
 from engine.spec_decode.speculator import BaseSpeculator, DraftTokens, ProposalInputs, SpeculatorNeeds
 from engine.spec_decode.speculator_set import SpeculatorSet
@@ -106,6 +108,22 @@ def drafts_of(rows: RequestRows) -> list[list[int]]:
 
 
 # ---- the set alone -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_uniform", [False, True])
+def test_distributions_of_earlier_drafts_are_forgotten_before_others_are_made(is_uniform: bool) -> None:
+    """A draft that was not sampled must not be judged by what the draft before it, in its place, was drawn from."""
+    distributions = DraftDistributions(2, K, VOCAB, torch.float32, CPU)
+    rows, steps = torch.tensor([0, 1]), torch.tensor([0, 0])
+    distributions.record(rows, steps, torch.full((2, VOCAB), 1 / VOCAB), torch.tensor([True, True]))
+    inputs = replace(make_inputs(["any"] * 2, [1, 1]), draft_distributions=distributions)
+    speculators = SpeculatorSet({"any": Fixed(torch.tensor([[10], [11]]), torch.tensor([1, 1]))}, VOCAB)
+    if is_uniform:
+        speculators.propose_uniformly("any", inputs)
+    else:
+        speculators.propose(inputs)
+    one_hot = torch.nn.functional.one_hot(torch.tensor([10, 11]), VOCAB).float()
+    assert torch.equal(distributions.take(rows, steps, torch.tensor([10, 11])), one_hot)
 
 
 def test_only_leading_tokens_within_vocabulary_and_wish_are_kept() -> None:

@@ -10,7 +10,7 @@ from engine.config import SpeculatorConfig
 from engine.errors import ConfigError
 from engine.spec_decode.host import RequestView
 from engine.spec_decode.suffix import MAX_OWN_TOKENS, SuffixSpeculator
-from engine.spec_decode.suffix_index import MAX_OCCURRENCES, SuffixIndex
+from engine.spec_decode.suffix_index import MAX_OCCURRENCES, Continuation, SuffixIndex
 
 
 def view(
@@ -185,3 +185,18 @@ def test_bad_options_are_refused(options: dict[str, str], message: str) -> None:
     config = SpeculatorConfig(method="suffix", options=options)
     with pytest.raises(ConfigError, match=message):
         SPECULATORS.get("suffix")(config, None, None)  # type: ignore[arg-type]
+
+
+def test_a_match_counts_no_more_than_the_longest_that_is_looked_for() -> None:
+    index = SuffixIndex(1, 2)
+    index.add([1, 2, 3, 9])
+    index.add([7, 2, 3, 8])
+    assert index.continue_tail([1, 2, 3], 1, 0.0).token_ids == [8], "both match by two tokens: the newest"
+
+
+def test_a_lookup_reads_the_newest_occurrences_only() -> None:
+    index = SuffixIndex(1, 4)
+    index.add([5, 7])
+    for _ in range(MAX_OCCURRENCES):
+        index.add([5, 6])
+    assert index.continue_tail([5], 1, 0.0) == Continuation([6], 1.0)

@@ -17,7 +17,14 @@ pytest.importorskip("triton", reason="triton is not installed on this platform")
 from engine.assembly import assemble
 from engine.config import CudaGraphsName, ModelConfig, SpeculatorConfig, engine_config
 from engine.core import EngineCore
-from engine.cudagraph import BatchDescriptor, CaptureQueue, CudaGraphManager, sizes_up_to, smallest_size
+from engine.cudagraph import (
+    BatchDescriptor,
+    BatchLimits,
+    CaptureQueue,
+    CudaGraphManager,
+    sizes_up_to,
+    smallest_size,
+)
 from engine.errors import ConfigError
 from engine.kv_spec import PAD_SLOT_ID
 from engine.models.loader import LoadedModel, load_model
@@ -108,7 +115,7 @@ def run(
     max_tokens: int = 6,
     **params: Any,
 ) -> list[StepDescriptor]:
-    """The tokens are those of the same engine without graphs. Returns the whole steps that were replayed."""
+    """Tokens and accepted drafts are those without graphs. Returns the whole steps that were replayed."""
 
     def make_core(mode: CudaGraphsName) -> EngineCore:
         config = engine_config(
@@ -141,8 +148,8 @@ def run(
         patched.setattr(f"{drafting}.DecodeSpeculatorCudaGraphManager", PoisonedDraftLoop)
         core = make_core(mode)
     results = Harness(core).run(requests)
-    assert {name: result.token_ids for name, result in results.items()} == {
-        name: result.token_ids for name, result in plain.items()
+    assert {name: (result.token_ids, result.spec) for name, result in results.items()} == {
+        name: (result.token_ids, result.spec) for name, result in plain.items()
     }
     return PoisonedSteps.replayed
 
@@ -218,6 +225,17 @@ def test_drafting_beside_prompt_chunks_replays_graphs_of_its_own(
     assert PoisonedDraftLoop.num_replays >= 2
 
 
+def test_a_batch_with_one_request_beyond_the_captured_context_launches_passes_and_drafts(
+    loaded: LoadedModel, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Block tables of a graph end there."""
+    monkeypatch.setattr("engine.worker.graph_setup.MAX_GRAPH_CONTEXT", 10)  # prompts have 1 to 25 tokens
+    speculator = SpeculatorConfig(method="draft_model", model=str(checkpoint), k=2)
+    run(loaded, monkeypatch, speculators=(speculator,), presence_penalty=0.5, max_tokens=12)
+    run(loaded, monkeypatch, speculators=(speculator,), max_tokens=12, chunk=3)
+    assert PoisonedTarget.num_replays + PoisonedDraftLoop.num_replays > 0, "short ones replay"
+
+
 class Manager(CudaGraphManager[BatchDescriptor]):
     def __init__(self, captures: CaptureQueue) -> None:
         super().__init__(captures)
@@ -281,6 +299,19 @@ def test_a_shape_that_finds_no_memory_is_not_tried_again(caplog: pytest.LogCaptu
 def test_sizes_are_whole_steps_up_to_the_limit() -> None:
     assert sizes_up_to(20) == [1, 2, 4, 8, 16, 20]
     assert [smallest_size(count, 20) for count in (1, 3, 9, 17, 20)] == [1, 4, 16, 20, 20]
+
+
+@pytest.mark.parametrize("chunk_tokens", [0, 5, 64])
+def test_decodes_are_captured_for_all_rows_whatever_chunks_may_have(chunk_tokens: int) -> None:
+    limits = BatchLimits(num_reqs=5, max_seq_len=100, decode_query_len=3, chunk_tokens=chunk_tokens)
+    decodes = BatchDescriptor(num_tokens=15, num_reqs=5, max_query_len=3, has_chunks=False)
+    assert limits.describe([3] * 5, [100] * 5, False) == decodes
+    assert limits.describe([3] * 5, [100, 101, 1, 1, 1], False) is None
+    chunks = limits.describe([3] * 3, [100] * 3, True)
+    if chunk_tokens < 9:
+        assert chunks is None
+    else:
+        assert chunks == BatchDescriptor(num_tokens=16, num_reqs=5, max_query_len=16, has_chunks=True)
 
 
 def test_graphs_that_are_asked_for_where_there_are_none_are_an_error(loaded: LoadedModel) -> None:

@@ -21,13 +21,15 @@ async def test_a_few_wake_at_each_turn_in_their_order() -> None:
 
 async def test_who_asks_meanwhile_comes_last_and_an_idle_one_begins_again() -> None:
     wakes = Wakes()
-    early, late = [asyncio.Event() for _ in range(PER_TURN + 1)], asyncio.Event()
+    early, late = [asyncio.Event() for _ in range(2 * PER_TURN)], asyncio.Event()
     for event in early:
         wakes.wake(event)
     await asyncio.sleep(0)
     wakes.wake(late)
-    for event in (early[-1], late):
-        await asyncio.wait_for(event.wait(), timeout=10)
+    for _ in range(3):
+        assert not late.is_set() or all(event.is_set() for event in early)
+        await asyncio.sleep(0)
+    assert late.is_set()
     again = asyncio.Event()
     wakes.wake(again)
     await asyncio.wait_for(again.wait(), timeout=10)
