@@ -17,7 +17,7 @@ from server.pb.slipstream.v1 import generation_pb2 as pb
 
 # What a role may look like. A template writes it next to its control tokens, so nothing else may pass.
 _ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
-MAX_TOOL_CALLS = 128  # of a message
+MAX_TOOL_CALLS = 10_000  # of all messages together
 # Of tools, tool_calls and template_arguments together, as encoded: millions of values would fit into a request.
 MAX_FREE_FORM_BYTES = 2**20
 
@@ -54,14 +54,13 @@ def read_conversation(chat: pb.ChatPrompt, reserved_arguments: Collection[str]) 
 
 
 def _check_free_form(chat: pb.ChatPrompt) -> None:
-    num_bytes = chat.template_arguments.ByteSize() + sum(tool.ByteSize() for tool in chat.tools)
-    for i, message in enumerate(chat.messages):
-        if len(message.tool_calls) > MAX_TOOL_CALLS:
-            raise InvalidRequestError(
-                f"chat.messages[{i}].tool_calls",
-                f"got {len(message.tool_calls)} entries, expected at most {MAX_TOOL_CALLS}",
-            )
-        num_bytes += sum(call.ByteSize() for call in message.tool_calls)
+    num_calls = sum(len(message.tool_calls) for message in chat.messages)
+    if num_calls > MAX_TOOL_CALLS:
+        raise InvalidRequestError(
+            "chat.messages", f"got {num_calls} tool_calls, expected at most {MAX_TOOL_CALLS}"
+        )
+    calls = (call for message in chat.messages for call in message.tool_calls)
+    num_bytes = sum(part.ByteSize() for part in (chat.template_arguments, *chat.tools, *calls))
     if num_bytes > MAX_FREE_FORM_BYTES:
         raise InvalidRequestError(
             "chat",

@@ -33,7 +33,7 @@ from server.text import TextProcessor
 MAX_REQUEST_ID_CHARS = 128
 MAX_CACHE_SALT_CHARS = 128
 MAX_BAD_WORD_CHARS = 256
-MAX_QUOTED_CHARS = 160  # of a name that the client chose, in an error and so in the log
+MAX_QUOTED_CHARS = 120  # of a name that the client chose: a status has room for what was expected, too
 _SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _PARAMETER_GROUPS: dict[str, type[Message]] = {
     "sampling": pb.SamplingParams,

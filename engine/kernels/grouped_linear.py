@@ -31,9 +31,8 @@ from engine.kernels.skinny_linear import MAX_ROWS, choose_tiling
 from engine.kernels.triton_support import jit, next_power_of_2, shared_memory_bytes, tl
 
 SMALLEST_TILE = 16  # rows; MAX_ROWS is the other one
-MAX_UNSORTED_PAIRS = (
-    128  # up to here sorting costs more than reading an expert twice, which the L2 cache has by then
-)
+# Up to here sorting costs more than reading an expert twice, which the L2 cache has by then.
+MAX_UNSORTED_PAIRS = 128
 
 
 @dataclass(frozen=True)
@@ -43,6 +42,13 @@ class PairsByExpert:
     expert_ids: torch.Tensor  # [num_pairs] int64
     order: torch.Tensor | None  # [num_pairs] int64, pairs by expert; None: each pair is a tile of its own
     ends: torch.Tensor | None  # [num_experts] int32, in `order`
+
+    @property
+    def tile(self) -> int:
+        """Rows of a tile: low ones where experts have few pairs each."""
+        if self.ends is None or len(self.expert_ids) <= SMALLEST_TILE * len(self.ends):
+            return SMALLEST_TILE
+        return MAX_ROWS
 
 
 def group_pairs(expert_ids: torch.Tensor, num_experts: int) -> PairsByExpert:
@@ -160,7 +166,7 @@ def grouped_linear(
     assert weight.is_contiguous()
     assert num_pairs % len(x) == 0
     is_sorted = pairs.order is not None
-    block_m = MAX_ROWS if is_sorted and num_pairs > SMALLEST_TILE * num_experts else SMALLEST_TILE
+    block_m = pairs.tile
     num_tiles = num_pairs // block_m + num_experts if is_sorted else num_pairs
     tiling = choose_tiling(in_features, block_m, is_gated, shared_memory_bytes(x.device))
     y = torch.empty(num_pairs, num_columns, dtype=x.dtype, device=x.device)

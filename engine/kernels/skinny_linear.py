@@ -163,10 +163,10 @@ def choose_tiling(in_features: int, num_rows: int, is_gated: bool, shared_bytes:
 
 def stage_bytes(tiling: Tiling, num_rows: int, is_gated: bool) -> int:
     """Shared memory, in bytes, of one load under way: the tile of rows and the strips of W, in a half type."""
-    return (row_tile(num_rows) + tiling.block_n * (2 if is_gated else 1)) * tiling.block_k * 2
+    return (_row_tile(num_rows) + tiling.block_n * (2 if is_gated else 1)) * tiling.block_k * 2
 
 
-def row_tile(num_rows: int) -> int:
+def _row_tile(num_rows: int) -> int:
     return min(max(next_power_of_2(num_rows), 16), MAX_ROWS)
 
 
@@ -198,7 +198,7 @@ def skinny_linear(
     assert weight.is_contiguous()
     assert residual is None or (residual.is_contiguous() and activation is None)
     assert factor is None or (factor.stride(-1) == 1 and activation is not None)
-    block_m = row_tile(num_rows)
+    block_m = _row_tile(num_rows)
     if tiling is None:
         shared_bytes = shared_memory_bytes(x.device)
         tiling = choose_tiling(in_features, num_rows, is_gated, shared_bytes)

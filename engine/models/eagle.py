@@ -108,7 +108,8 @@ def without_embedding(
 
 
 def _is_embedding_of(target: CausalLM, weight: torch.Tensor) -> bool:
-    """As far as some rows tell, up to rounding, and up to the factor by which some targets scale theirs."""
+    """As far as some rows tell, up to the factor by which some targets scale theirs, and up to rounding: that of four
+    bits, in which a GGUF target may hold it, is a tenth."""
     if weight.shape != (target.vocab_size, target.hidden_size):
         return False
     step = -(-target.vocab_size // NUM_COMPARED_ROWS)
@@ -116,4 +117,4 @@ def _is_embedding_of(target: CausalLM, weight: torch.Tensor) -> bool:
     expected = target.embed(token_ids).cpu().double()
     rows = weight[::step].cpu().double()
     difference = rows * (expected.norm() / rows.norm()) - expected
-    return bool(difference.norm() < 0.02 * expected.norm())  # sync: at start-up
+    return bool(difference.norm() < 0.25 * expected.norm())  # sync: at start-up

@@ -102,12 +102,12 @@ def bench(
 def _run(options: LoadOptions) -> LoadReport:
     console = Console(stderr=True)
     columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn())
+    failed: list[RequestRecord] = []
     with (
         failures_told(options.connection),
         Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress,
     ):
         task = progress.add_task("requests", total=options.num_requests)
-        failed: list[RequestRecord] = []
 
         def on_done(record: RequestRecord) -> None:
             progress.advance(task)

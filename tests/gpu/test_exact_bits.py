@@ -125,7 +125,7 @@ def test_heads() -> None:
 @pytest.mark.parametrize("size", [64, 2048])
 def test_experts(size: int) -> None:
     """Each pair a tile of its own, tiles of 16 rows and of 64, by the number of rows."""
-    num_experts, choices, num_rows = 8, 3, 1024
+    num_experts, choices, num_rows = 24, 3, 1024
     experts = RoutedExperts(num_experts, size, 96, activation="silu", dtype=DTYPE, device=DEVICE)
     for parameter in experts.parameters():
         parameter.copy_(random(*parameter.shape, seed=1) * parameter.shape[-1] ** -0.5)

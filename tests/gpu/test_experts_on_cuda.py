@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("num_tokens", [1, 7, 16, 17, 80, 300])
 def test_experts_equal_the_definition(num_tokens: int, dtype: torch.dtype, is_exact: bool) -> None:
     generator = torch.Generator().manual_seed(num_tokens)
-    num_experts, hidden_size, top_k = 10, 64, 3
+    num_experts, hidden_size, top_k = 20, 64, 3
     device = torch.device("cuda")
     experts = RoutedExperts(num_experts, hidden_size, 96, activation="silu", dtype=dtype, device=device)
     experts.is_exact = is_exact

@@ -41,8 +41,13 @@ def choose(num_rows: int, choices: int, num_experts: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("activation", [None, "silu", "gelu_tanh"])
 @pytest.mark.parametrize(
-    ("num_rows", "choices", "num_experts", "out_features", "in_features"),
-    [(1, 2, 9, 24, 128), (21, 6, 10, 40, 72), (80, 2, 6, 17, 129), (150, 3, 20, 32, 64)],
+    ("num_rows", "choices", "num_experts", "out_features", "in_features", "tile"),
+    [
+        (1, 2, 9, 24, 128, 16),
+        (21, 6, 10, 40, 72, 16),
+        (80, 2, 6, 17, 129, 64),
+        (150, 3, 30, 32, 64, 16),
+    ],
     ids=["one row", "unsorted", "tiles of 64", "tiles of 16"],
 )
 def test_grouped_linear(
@@ -51,6 +56,7 @@ def test_grouped_linear(
     num_experts: int,
     out_features: int,
     in_features: int,
+    tile: int,
     activation: ActivationName | None,
 ) -> None:
     x = random(num_rows, in_features, seed=0)
@@ -61,7 +67,9 @@ def test_grouped_linear(
     is_chosen = torch.zeros(num_experts, dtype=torch.bool, device=DEVICE)
     is_chosen[expert_ids] = True
     weight[~is_chosen] = float("nan")  # nobody may touch it
-    y = grouped_linear(x, weight, group_pairs(expert_ids, num_experts), activation=activation)
+    pairs = group_pairs(expert_ids, num_experts)
+    assert pairs.tile == tile
+    y = grouped_linear(x, weight, pairs, activation=activation)
     assert y.dtype == HALF
     torch.testing.assert_close(y.float(), expected, rtol=TOLERANCE[HALF], atol=TOLERANCE[HALF])
 
@@ -76,12 +84,17 @@ def test_many_pairs_are_sorted_by_expert() -> None:
 
 
 @pytest.mark.parametrize("activation", [None, "gelu_tanh"])
-def test_a_pair_does_not_depend_on_the_others(activation: ActivationName | None) -> None:
+@pytest.mark.parametrize(("num_experts", "tile"), [(12, 16), (5, 64)])
+def test_a_pair_does_not_depend_on_the_others(
+    num_experts: int, tile: int, activation: ActivationName | None
+) -> None:
     """Tiles of its own, of 16 rows and of 64; and by the kernel that knows no experts."""
-    num_experts, choices = 5, 2
+    choices = 2
     x, weight = random(90, 200, seed=0), random(num_experts, 24, 200, seed=1) * 0.1
     expert_ids = choose(90, choices, num_experts)
-    together = grouped_linear(x, weight, group_pairs(expert_ids, num_experts), activation=activation)
+    pairs = group_pairs(expert_ids, num_experts)
+    assert pairs.tile == tile
+    together = grouped_linear(x, weight, pairs, activation=activation)
     for rows in (slice(0, 1), slice(7, 10), slice(20, 86), slice(10, 90)):
         own = expert_ids[choices * rows.start : choices * rows.stop].contiguous()
         alone = grouped_linear(x[rows], weight, group_pairs(own, num_experts), activation=activation)

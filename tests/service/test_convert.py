@@ -77,6 +77,12 @@ def test_every_scalar_option_of_the_protocol_is_a_field_of_the_engine() -> None:
         assert names - NOT_SAMPLING <= set(SamplingParams.__struct_fields__)
 
 
+async def test_a_bad_word_may_be_one_character() -> None:
+    made = await params(pb.GenerateRequest(sampling=pb.SamplingParams(bad_words=["x"])))
+    encoded = [tiny_tokenizer()(text, add_special_tokens=False)["input_ids"] for text in ("x", " x")]
+    assert made.bad_words == tuple(map(tuple, encoded))
+
+
 async def test_the_context_limits_what_is_asked_for() -> None:
     request = pb.GenerateRequest(
         stopping=pb.StoppingParams(max_tokens=2**32 - 1, min_tokens=100_000),

@@ -10,11 +10,19 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
-from engine.errors import CheckpointError, ConfigError
+from engine.errors import CheckpointError, ConfigError, EngineUnavailableError
 from engine.messages import FinishInfo
+from server.app import App, ModelFiles
 from server.pb.slipstream.v1 import generation_pb2 as pb
 from tests.support.fake_engine import FakeEngine
-from tests.support.server_fixture import collect, failure_of, running_server, text_request
+from tests.support.server_fixture import (
+    collect,
+    failure_of,
+    running_server,
+    server_config,
+    text_request,
+    tiny_tokenizer,
+)
 
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -122,6 +130,14 @@ async def test_an_engine_that_cannot_start_ends_the_server_with_its_reason() -> 
         async with running_server(engine, wait_until_ready=False) as server:
             await asyncio.shield(server.ended)
     assert engine.is_stopped
+
+
+async def test_an_engine_that_the_same_signal_ended_while_it_loaded_is_no_failure() -> None:
+    engine = FakeEngine()
+    engine.start_error = EngineUnavailableError("the engine process was killed by SIGTERM")
+    app = App(server_config(), engine, lambda model: ModelFiles(tiny_tokenizer(), {}))
+    app.stop()
+    assert await app.run() == 0
 
 
 async def test_a_port_in_use_is_an_error_that_names_it() -> None:

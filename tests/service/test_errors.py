@@ -18,7 +18,14 @@ from server.interceptors import ErrorInterceptor
 from server.pb.slipstream.v1 import generation_pb2 as pb
 from server.service import SERVICE_NAME
 from tests.support.fake_engine import FakeEngine
-from tests.support.server_fixture import RunningServer, collect, failure_of, running_server, text_request
+from tests.support.server_fixture import (
+    RunningServer,
+    collect,
+    failure_of,
+    running_server,
+    text_request,
+    with_template,
+)
 
 MAX_MODEL_LEN = 512
 Fields = dict[str, Any]
@@ -157,9 +164,11 @@ async def test_an_unknown_model_is_not_found() -> None:
 
 
 async def test_a_message_that_quotes_the_request_is_short_enough_to_arrive() -> None:
-    async with running_server() as server:
-        failure = await stream_failure(server, text="x", model="🙂" * 100_000)
-        assert failure.code is grpc.StatusCode.NOT_FOUND
+    quoting = with_template("{{ raise_exception(messages[0].content) }}")
+    async with running_server(tokenizer=quoting) as server:
+        chat = pb.ChatPrompt(messages=[pb.ChatMessage(role="user", content="🙂" * 100_000)])
+        failure = await stream_failure(server, chat=chat)
+        assert failure.code is grpc.StatusCode.INVALID_ARGUMENT
         assert failure.message.endswith(" ...")
         chat = pb.ChatPrompt(messages=[pb.ChatMessage(role="🙂" * 10_000, content="x")])
         failure = await stream_failure(server, chat=chat)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import grpc
@@ -14,16 +13,10 @@ from transformers import PreTrainedTokenizerFast
 from engine.errors import CheckpointError
 from server.pb.slipstream.v1 import generation_pb2 as pb
 from server.text import MAX_CHARS, TextProcessor
-from tests.support.server_fixture import failure_of, running_server, tiny_tokenizer
+from tests.support.server_fixture import failure_of, running_server, tiny_tokenizer, with_template
 from tests.support.text_tokenizers import FAMILIES
 
 TEXT = "the naïve dog 🙂"
-
-
-def with_template(template: str | None) -> Any:
-    tokenizer = copy.copy(tiny_tokenizer())
-    tokenizer.chat_template = template
-    return tokenizer
 
 
 def struct(**fields: Any) -> Struct:
@@ -173,6 +166,8 @@ async def test_a_malformed_chat_is_refused(chat: pb.ChatPrompt, field: str, mess
         ("{{ raise_exception('roles must alternate') }}", "refuses it: roles must alternate"),
         ("{{ messages[0].tool_calls[0].name }}", "refuses it"),
         ("{{ messages[0].content + 1 }}", "fails on it: TypeError"),
+        ("{{ 1 // 0 }}", "fails on it: ZeroDivisionError"),
+        ("{% macro nest() %}{{ nest() }}{% endmacro %}{{ nest() }}", "fails on it: RecursionError"),
         ("{{ ''.__class__.__mro__ }}", "refuses it"),  # the sandbox
     ],
 )

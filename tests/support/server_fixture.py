@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -32,6 +33,13 @@ def tiny_tokenizer() -> Any:
     """One for all tests: nothing changes it. A test that does makes its own with `make_tiny_tokenizer`."""
     with tempfile.TemporaryDirectory() as folder:
         return AutoTokenizer.from_pretrained(make_tiny_tokenizer(Path(folder)))
+
+
+def with_template(template: str | None) -> Any:
+    """The tiny tokenizer with another chat template."""
+    tokenizer = copy.copy(tiny_tokenizer())
+    tokenizer.chat_template = template
+    return tokenizer
 
 
 @dataclass

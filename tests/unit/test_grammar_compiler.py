@@ -4,6 +4,8 @@ takes."""
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from engine.grammar.matcher import GrammarMatcher
 from engine.params import MAX_CONSTRAINT_CHOICES, Constraint
 from engine.text.incremental_decoder import load_tokenizer
 from tests.support.tiny_models import TINY_EOS_TOKEN_ID, TINY_VOCAB_SIZE, make_tiny_tokenizer
+from tools.server_process import descendants
 
 
 def make_compiler(folder: Path) -> GrammarCompiler:
@@ -87,6 +90,17 @@ def test_after_a_grammar_that_ended_its_process_others_are_compiled(compiler: Gr
         with pytest.raises(InvalidRequestError):
             compiler.start(Constraint(kind="grammar", text=chain(5001 + index))).result()
         assert not compiler.start(Constraint(kind="regex", text=f"a{index}")).result().is_error()
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_reaches_all_processes_is_no_fault_of_a_grammar(
+    tmp_path: Path, signal_number: signal.Signals
+) -> None:
+    compiler, others = make_compiler(make_tiny_tokenizer(tmp_path)), descendants(os.getpid())
+    compiler.start(Constraint(kind="regex", text="a")).result()
+    (pid,) = set(descendants(os.getpid())) - set(others)
+    os.kill(pid, signal_number)
+    compiler.start(Constraint(kind="regex", text="b")).result()
 
 
 def test_each_of_as_many_choices_as_there_may_be_can_be_written(
