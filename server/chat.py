@@ -20,6 +20,10 @@ _ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 MAX_TOOL_CALLS = 10_000  # of all messages together
 # Of tools, tool_calls and template_arguments together, as encoded: millions of values would fit into a request.
 MAX_FREE_FORM_BYTES = 2**20
+# A Struct keeps no order, and every process reads the same bytes in another: templates print these first, as models
+# saw them in training, then the rest by name. So a request is the same prompt in every process.
+_FIRST_NAMES = ("id", "type", "function", "name", "description", "parameters", "arguments", "properties")
+_RANKS = {name: rank for rank, name in enumerate(_FIRST_NAMES)}
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,11 @@ def _read_message(message: pb.ChatMessage, index: int) -> dict[str, Any]:
 
 
 def _plain(struct: struct_pb2.Struct) -> dict[str, Any]:
-    return {name: _plain_value(value) for name, value in struct.fields.items()}
+    return {name: _plain_value(struct.fields[name]) for name in sorted(struct.fields, key=_order)}
+
+
+def _order(name: str) -> tuple[int, str]:
+    return _RANKS.get(name, len(_RANKS)), name
 
 
 def _plain_value(value: struct_pb2.Value) -> Any:

@@ -63,7 +63,6 @@ class Metrics:
         self._kv_usage = self._gauge("kv_cache_usage_ratio", "Share of KV blocks that live requests hold.")
         self._kv_blocks = self._gauge("kv_blocks", "KV blocks by state: free, used, cached.", "state")
         self._engine_up = self._gauge("engine_up", "1 while the engine serves.").labels(self._model)
-        self._engine_up.set(0)
         self._startup = self._gauge("startup_seconds", "Seconds of each phase of the start.", "phase")
         self._start_time = self._gauge(
             "engine_start_time_seconds", "Unix time since when the engine serves; a change is a restart."

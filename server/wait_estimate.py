@@ -12,6 +12,7 @@ from __future__ import annotations
 HALF_LIFE_SECONDS = 5.0
 HALF_LIFE_STARTS = 8.0
 MIN_OBSERVED = 0.25  # seconds of waiting that have to be seen before there is an estimate
+MIN_STARTS = 4.0  # before they say how fast prompts are computed: of few, and short ones, it would be a guess
 
 
 class WaitEstimator:
@@ -48,10 +49,10 @@ class WaitEstimator:
 
     def estimate(self, *, num_running: int, num_ahead: int, num_tokens_ahead: int) -> float:
         """Seconds until requests and prompt tokens that come first, its own included, have been taken up; 0 while
-        nothing is known. Nothing that started yet counts as one.
+        nothing is known. No request that started yet counts as one.
         """
         if self._seconds < MIN_OBSERVED:
             return 0.0
-        if num_running >= self._max_running:
+        if num_running >= self._max_running or self._starts < MIN_STARTS or not self._prompt_tokens:
             return num_ahead * self._seconds / max(self._starts, 1.0)
-        return num_tokens_ahead * self._seconds / max(self._prompt_tokens, 1.0)
+        return num_tokens_ahead * self._seconds / self._prompt_tokens

@@ -37,6 +37,11 @@ _FACTORS = (
 )
 # A file has one end of a sequence, one of a turn and one of a message; in a chat each of them ends an answer.
 _END_KEYS = ("eos", "eot", "eom")
+# Most converters write one of these ids; the others, which the model's generation_config lists, are found by name.
+_END_TOKENS = frozenset(
+    ("<|endoftext|>", "<|im_end|>", "<end_of_turn>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>")
+)
+_TOKENS = "tokenizer.ggml.tokens"
 _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
 
@@ -59,7 +64,8 @@ class GGUFCheckpoint(CheckpointSource):
             raise CheckpointError(f"{self.path}: {error}") from None
 
     def generation_config(self) -> dict[str, Any]:
-        return {}
+        """The end tokens that the vocabulary names, beside those of the metadata (in `config`)."""
+        return {"eos_token_id": sorted(self._file.find_strings(_TOKENS, _END_TOKENS).values())}
 
     def tensors(self) -> Iterator[tuple[str, Any]]:
         config = self.config()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,9 @@ class GGUFTensorInfo:
 
 
 class GGUFFile:
-    """metadata: key -> scalar or string; arrays are left out. tensors: name -> where it is."""
+    """metadata: key -> scalar or string; arrays are left out (`find_strings` looks into one). tensors: name -> where
+    it is.
+    """
 
     def __init__(self, path: Path) -> None:
         """Raises CheckpointError for a file that is missing, truncated or not GGUF."""
@@ -75,10 +78,12 @@ class GGUFFile:
         if version not in SUPPORTED_VERSIONS:
             raise ValueError(f"version: got {version}, expected one of {SUPPORTED_VERSIONS}")
         self.metadata: dict[str, Any] = {}
+        self._array_positions: dict[str, int] = {}
         for _ in range(num_entries):
             key = cursor.string()
             (value_type,) = cursor.unpack("<I")
             if value_type == _ARRAY:
+                self._array_positions[key] = cursor.position
                 cursor.skip_array()
             else:
                 self.metadata[key] = cursor.value(value_type)
@@ -114,6 +119,19 @@ class GGUFFile:
             )
         return GGUFTensorInfo(info.name, info.shape, info.quantization, offset, info.num_bytes)
 
+    def find_strings(self, key: str, wanted: Collection[str]) -> dict[str, int]:
+        """Which of the wanted strings the array `key` of the metadata holds, and at which index. Raises
+        CheckpointError for an array of something else.
+        """
+        if key not in self._array_positions:
+            return {}
+        entries = _Cursor(self._bytes.data, self._array_positions[key]).string_array()
+        by_bytes = {text.encode(): text for text in wanted}
+        try:
+            return {by_bytes[entry]: i for i, entry in enumerate(entries) if entry in by_bytes}
+        except ValueError as error:
+            raise CheckpointError(f"{self.path}: {key}: {error}") from None
+
     def read(self, name: str) -> npt.NDArray[np.float32]:
         """The tensor, dequantised to float32. Raises CheckpointError for a quantisation that is not known."""
         info = self.tensors[name]
@@ -133,9 +151,9 @@ class GGUFFile:
 class _Cursor:
     """Reads forward through the header. Raises ValueError at the end of the file."""
 
-    def __init__(self, data: memoryview) -> None:
+    def __init__(self, data: memoryview, position: int = 0) -> None:
         self._data = data
-        self.position = 0
+        self.position = position
 
     def unpack(self, layout: str) -> tuple[Any, ...]:
         return struct.unpack(layout, self.take(struct.calcsize(layout)))
@@ -160,6 +178,15 @@ class _Cursor:
         if value_type not in _SCALAR_FORMATS:
             raise ValueError(f"unknown value type {value_type}")
         return self.unpack(_SCALAR_FORMATS[value_type])[0]
+
+    def string_array(self) -> Iterator[bytes]:
+        """Its entries as UTF-8."""
+        value_type, length = self.unpack("<IQ")
+        if value_type != _STRING:
+            raise ValueError(f"got an array of type {value_type}, expected strings")
+        for _ in range(length):
+            (num_bytes,) = self.unpack("<Q")
+            yield bytes(self.take(num_bytes))
 
     def skip_array(self) -> None:
         value_type, length = self.unpack("<IQ")

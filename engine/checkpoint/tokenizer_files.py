@@ -56,6 +56,8 @@ def _converted(gguf_path: Path) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(dir=target.parent))
         tokenizer.save_pretrained(work)
+        # What transformers reads back may normalise where the first did not: keep what the frontend will use.
+        _from_pretrained(work).save_pretrained(work)
     except OSError as error:
         raise CheckpointError(
             f"{target.parent}: the tokenizer of {gguf_path.name} cannot be kept there: {error}; name another folder "

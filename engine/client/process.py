@@ -105,8 +105,10 @@ class ProcessEngineClient(StreamingClient):
 
     async def _watch(self, engine: EngineProcess, reader: asyncio.Task[None]) -> None:
         end = await engine.wait()
-        while not reader.done() and await engine.socket.poll(QUIET_MS):
-            await asyncio.sleep(0)  # the reader takes it
+        while not reader.done() and (
+            await engine.socket.poll(QUIET_MS) or time.monotonic() - self._heard_at < QUIET_MS / 1000
+        ):
+            await asyncio.sleep(0)  # the reader takes it, or has: then the poll that it ended found nothing
         self._fail(EngineUnavailableError(f"the engine process {end}"))
 
     async def _kill_when_silent(self, engine: EngineProcess) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from engine.errors import InvalidRequestError, QueueFullError
 from engine.executor import SingleExecutor
+from engine.params import Constraint
 from engine.step import BlockTableUpdate, HostInputs, NewRow, ScheduledRequest, StepPlan
 from tests.support.engine_harness import Harness, make_core, request, scripted_model
 from tests.support.scripted_target import ScriptedTarget, reference_continuation
@@ -146,6 +147,8 @@ def test_the_core_refuses_what_cannot_run_and_goes_on() -> None:
         (request("negative", [-1]), "prompt"),
         (request("hot", [3], temperature=float("nan")), "temperature"),
         (request("method", [3], method="eagle"), "speculation.method"),
+        (request("choices", [3], constraint=Constraint(kind="choice")), "choice"),
+        (request("grammar", [3], constraint=Constraint(kind="regex", text="a" * 65_537)), "regex"),
     ]:
         with pytest.raises(InvalidRequestError) as caught:
             core.handle(bad)

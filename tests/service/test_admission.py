@@ -254,3 +254,15 @@ async def test_a_prompt_beyond_the_server_s_own_limit_is_refused() -> None:
         failure = await failure_of(server.stub.Generate(text_request("the dog the dog")))
         assert (failure.code, failure.field) == (grpc.StatusCode.INVALID_ARGUMENT, "text")
         assert "expected 1..2: the limit of this server" in failure.message
+
+
+def test_a_few_starts_do_not_say_how_fast_prompts_are_computed() -> None:
+    """A server that has just started: a quarter of a second, in which no prompt or a short one was computed."""
+    estimator = WaitEstimator(max_running=64)
+    for step, (started, tokens) in enumerate(((0, 0), (0, 0), (1, 5))):
+        estimator.observe(0.15 * step, has_waiting=True, num_started=started, num_prompt_tokens=tokens)
+        assert estimator.estimate(num_running=2, num_ahead=3, num_tokens_ahead=1400) < 1.0
+    for step in range(3, 13):
+        estimator.observe(0.15 * step, has_waiting=True, num_started=1, num_prompt_tokens=100)
+    seconds = estimator.estimate(num_running=2, num_ahead=3, num_tokens_ahead=1400)
+    assert seconds == pytest.approx(1400 * 1.8 / 1005, rel=0.1)

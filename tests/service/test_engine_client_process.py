@@ -12,17 +12,24 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
+import zmq
+import zmq.asyncio
 
+from engine.client import process
 from engine.client.base import RequestStream
+from engine.client.engine_process import EngineProcess
 from engine.client.process import ProcessEngineClient
 from engine.errors import ConfigError, EngineUnavailableError
-from engine.messages import FinishInfo
-from tests.support.fake_core import expected_tokens, fake_config, fake_request
+from engine.messages import FinishInfo, FromEngine, RequestOutput, StepMessage
+from engine.stats import EngineStats
+from tests.support.fake_core import FakeCore, expected_tokens, fake_config, fake_request
 
 ROOT = Path(__file__).parent.parent.parent
 FAKE_ENGINE = (sys.executable, "-m", "tests.support.fake_engine_main")
 ENDLESS = 10_000_000
+TURNS = 20  # of the event loop: all that is ready has happened
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="ipc sockets and signals of POSIX")
 
@@ -79,6 +86,73 @@ async def test_tokens_that_were_sent_before_the_engine_died_are_read_first() -> 
     assert isinstance(await client.wait_failed(), EngineUnavailableError)
     token_ids = (await stream.next()).token_ids
     assert token_ids == expected_tokens(request, 0, len(token_ids)) != []
+    with pytest.raises(EngineUnavailableError):
+        await stream.next()
+    await client.stop()
+
+
+class ScriptedProcess:
+    """Stands for EngineProcess: the test says what it sends, and when it has ended."""
+
+    pid = 0
+
+    def __init__(self) -> None:
+        self._context = zmq.asyncio.Context()
+        self.socket = self._context.socket(zmq.PAIR)
+        self.socket.bind("inproc://engine")
+        self._engine: zmq.Socket[bytes] = zmq.Socket(self._context, zmq.PAIR)
+        self._engine.connect("inproc://engine")
+        self._has_ended = asyncio.Event()
+
+    def send(self, *messages: FromEngine) -> None:
+        for message in messages:
+            self._engine.send(msgspec.msgpack.encode(message))
+
+    def end(self) -> None:
+        self._has_ended.set()
+
+    async def wait(self) -> str:
+        await self._has_ended.wait()
+        return "exited with status 1"
+
+    async def stop(self, timeout: float) -> None:
+        self.end()
+
+    async def close(self) -> None:
+        self._engine.close()
+        self.socket.close()
+        self._context.term()
+
+
+async def test_an_engine_that_ended_is_read_until_nothing_has_come_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = ScriptedProcess()
+
+    async def spawn(command: object, config_json: bytes) -> ScriptedProcess:
+        engine.send(FakeCore(fake_config(), lambda progress: None).model_info)
+        return engine
+
+    def step(*token_ids: int) -> StepMessage:
+        return StepMessage(
+            outputs=[RequestOutput(request_id="r", token_ids=list(token_ids))], stats=EngineStats()
+        )
+
+    monkeypatch.setattr(EngineProcess, "spawn", spawn)
+    monkeypatch.setattr(process, "QUIET_MS", 60_000)
+    client = await started()
+    stream = client.submit(fake_request("r", ENDLESS))
+    engine.end()
+    for _ in range(TURNS):
+        await asyncio.sleep(0)
+    engine.send(step(1), step(2))  # the reader takes both, before whoever polls looks at what woke it
+    for _ in range(TURNS):
+        await asyncio.sleep(0)
+    assert client.is_alive
+    monkeypatch.setattr(process, "QUIET_MS", 1)
+    engine.send(step(3), step(4))
+    assert str(await client.wait_failed()) == "the engine process exited with status 1"
+    assert (await stream.next()).token_ids == [1, 2, 3, 4]
     with pytest.raises(EngineUnavailableError):
         await stream.next()
     await client.stop()
@@ -194,15 +268,19 @@ async def test_what_a_killed_frontend_left_is_removed_at_the_next_start(scratch:
         assert len(list(scratch.iterdir())) == 2
         owner.kill()
         owner.stdout.read()
-    foreign = scratch / "slipstream-foreign"  # no lock of ours: not ours to remove
-    foreign.mkdir()
+    unlocked = scratch / "slipstream-unlocked"  # no lock of ours: not ours to remove
+    unlocked.mkdir(mode=0o700)
+    shared = scratch / "slipstream-shared"  # open to others: not ours either
+    shared.mkdir(mode=0o700)
+    (shared / "owner").touch()
+    shared.chmod(0o750)
     client = await started()
-    assert len(list(scratch.iterdir())) == 3
+    assert len(list(scratch.iterdir())) == 4
     await client.submit(fake_request("r", 3)).next()
     await other.submit(fake_request("r", 3)).next()
     await client.stop()
     await other.stop()
-    assert list(scratch.iterdir()) == [foreign]
+    assert sorted(scratch.iterdir()) == [shared, unlocked]
 
 
 async def test_a_long_temporary_directory_is_avoided(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from tests.support.server_fixture import (
 )
 
 LONG = list(range(300)) * 1000  # ids of one message: more than the 64 KiB that HTTP/2 takes unread
+FIXED_WINDOW = [("grpc.http2.bdp_probe", 0)]
 
 
 async def test_a_cancelled_stream_frees_every_choice() -> None:
@@ -107,11 +108,41 @@ async def test_a_request_that_is_aborted_while_its_prompt_is_tokenized_ends_as_c
         assert not engine.live
 
 
+async def test_an_abort_when_the_engine_has_ended_the_request_aborts_nothing() -> None:
+    engine = FakeEngine()
+    async with running_server(engine, channel_options=FIXED_WINDOW) as server:
+        request = text_request(request_id="r", output=pb.OutputParams(text=False, prompt_logprobs=0))
+        call = server.stub.Generate(request)
+        await engine.wait_for_request("r")
+        length = FinishInfo(reason="length")
+        engine.emit(
+            "r", prompt_logprobs=[None] * 100_000, finish=length
+        )  # more than the transport takes unread
+        answer = await server.stub.Abort(pb.AbortRequest(request_ids=["r"]))
+        assert not answer.aborted_request_ids
+        assert len(server.app.live) == 1
+        assert (await collect(call))[-1].finished.reason == pb.FINISH_REASON_LENGTH
+
+
+async def test_when_a_choice_is_refused_those_before_it_are_freed() -> None:
+    engine = FakeEngine()
+    async with running_server(engine) as server:
+        call = server.stub.Generate(text_request(request_id="r", n=3))
+        await engine.wait_for_request("r#2")
+        engine.live.discard("r#2")  # the engine has yet to say that it ended
+        call.cancel()
+        await engine.wait_for(lambda: len(engine.aborted) == 3)
+        await server.app.live.wait_until_empty()
+        engine.aborted.clear()
+        failure = await failure_of(server.stub.Generate(text_request(request_id="r", n=3)))
+        assert failure.code is grpc.StatusCode.ALREADY_EXISTS
+        assert (engine.aborted, engine.live) == (["r", "r#1"], set())
+
+
 @pytest.mark.parametrize("is_first", [True, False])
 async def test_a_client_that_does_not_read_is_cut_off(is_first: bool) -> None:
     engine = FakeEngine()
-    fixed_window = [("grpc.http2.bdp_probe", 0)]
-    async with running_server(engine, channel_options=fixed_window) as server:
+    async with running_server(engine, channel_options=FIXED_WINDOW) as server:
         request = text_request(request_id="r", output=pb.OutputParams(text=False, prompt_logprobs=0))
         call = server.stub.Generate(request)
         await engine.wait_for_request("r")

@@ -239,6 +239,25 @@ async def test_speculation_statistics_count_what_was_emitted() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("methods", "name"), [([], "none"), (["ngram", "ngram"], "ngram"), (["ngram", "eagle"], "mixed")]
+)
+async def test_speculation_is_named_after_its_method_or_mixed(methods: list[str], name: str) -> None:
+    engine = FakeEngine()
+    async with running_server(engine) as server:
+        call = server.stub.Generate(text_request(request_id="r"))
+        await engine.wait_for_request("r")
+        for method in methods:
+            seen = SpecObservation(
+                method=method, num_drafted=1, num_verifier_accepted=1, num_accepted=1, num_emitted=2
+            )
+            engine.emit("r", [5, 6], spec=[seen])
+        engine.emit("r", [7], finish=LENGTH)
+        assert (await collect(call))[-1].finished.speculation.method == name
+        count = "slipstream_spec_decode_request_acceptance_length_count"
+        assert server.metric(count, model="tiny", method=name) == (1 if methods else None)
+
+
 @pytest.mark.parametrize("index", [1, 2, 63])
 def test_choice_seeds_are_stable_64_bit_numbers(index: int) -> None:
     assert choice_seed(42, index) == choice_seed(42, index)

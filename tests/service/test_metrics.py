@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from grpc_health.v1 import health_pb2
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.parser import text_string_to_metric_families
@@ -17,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from engine.errors import ConfigError
 from engine.messages import FinishInfo, RequestTimes
 from engine.stats import EngineStats, SpecObservation, StepStats
+from server import generation
 from server.interceptors import CallInterceptor, run_to_status
 from server.metrics import Metrics, MetricsEndpoint
 from server.pb.slipstream.v1 import generation_pb2 as pb
@@ -157,6 +159,40 @@ async def test_load_and_step_metrics_are_the_engine_s() -> None:
         assert value(server, "spec_decode_not_drafted_total", reason="no_match") == 2
         assert value(server, "spec_decode_not_overlapped_total") == 3
     assert value(server, "engine_up") == 0
+
+
+async def test_an_engine_that_loads_is_not_up() -> None:
+    engine = FakeEngine()
+    engine.may_start.clear()
+    async with running_server(engine, wait_until_ready=False) as server:
+        assert value(server, "engine_up") == 0
+        engine.may_start.set()
+        await server.wait_for_health(health_pb2.HealthCheckResponse.SERVING)
+        assert value(server, "engine_up") == 1
+
+
+async def test_the_time_between_messages_is_that_of_deltas(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(generation, "time", SimpleNamespace(monotonic=lambda: now))
+    engine = FakeEngine()
+    async with running_server(engine) as server:
+        call = server.stub.Generate(text_request(request_id="r", output=pb.OutputParams(stream_interval=2)))
+        await engine.wait_for_request("r")
+        engine.emit("r")
+        assert (await call.read()).HasField("started")
+        now = 101.0
+        engine.emit("r", [5])
+        assert (await call.read()).HasField("delta")
+        for seconds in (0.25, 0.75):
+            now += seconds
+            engine.emit("r", [6, 7])
+            assert (await call.read()).HasField("delta")
+        now = 200.0
+        engine.emit("r", finish=FinishInfo(reason="length"))
+        assert (await call.read()).HasField("finished")
+        assert value(server, "inter_message_latency_count") == 2
+        assert value(server, "inter_message_latency_sum") == 1.0
+        assert value(server, "inter_message_latency_bucket", le="0.5") == 1
 
 
 async def test_a_request_that_ended_leaves_nothing_behind() -> None:

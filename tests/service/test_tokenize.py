@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import grpc
@@ -112,12 +113,31 @@ async def test_tools_calls_and_arguments_reach_the_template_as_plain_data() -> N
     async with running_server(tokenizer=with_template(template)) as server:
         answer = await server.stub.Tokenize(pb.TokenizeRequest(chat=chat))
     tools, messages, level = answer.rendered.split("|")
-    assert sorted(tools) == sorted('[{"name": "add", "tags": ["a", null, true]}]')
-    assert '"arguments": {' in messages
-    assert '"n": 3' in messages
-    assert '"x": 0.5' in messages
+    assert tools == '[{"name": "add", "tags": ["a", null, true]}]'
+    assert '"arguments": {"n": 3, "x": 0.5}' in messages
     assert '{"role": "tool", "content": "4", "name": "add", "tool_call_id": "c1"}' in messages
     assert level == "2"
+
+
+async def test_a_tool_is_the_same_prompt_in_every_process() -> None:
+    """A Struct is read in an order that differs from process to process."""
+    names = ["unit", "city", "days", "lang", "hour", "zone"]
+    declaration = {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "of a city",
+            "parameters": {
+                "type": "object",
+                "properties": {name: {"type": "string", "enum": ["a"]} for name in sorted(names)},
+                "required": names,
+            },
+        },
+    }
+    chat = pb.ChatPrompt(messages=[user()], tools=[struct(**declaration)])
+    async with running_server(tokenizer=with_template("{{ tools | tojson }}")) as server:
+        answer = await server.stub.Tokenize(pb.TokenizeRequest(chat=chat))
+    assert answer.rendered == json.dumps([declaration])
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType
+from gguf import GGMLQuantizationType, GGUFWriter
 
 from engine.checkpoint.gguf_checkpoint import GGUFCheckpoint
 from engine.checkpoint.gguf_file import GGUFFile
@@ -27,6 +28,7 @@ from tests.support.tiny_models import (
     TINY_MODEL_TYPES,
     TinyModelType,
     make_tiny_checkpoint,
+    make_tiny_tokenizer,
 )
 
 CPU = torch.device("cpu")
@@ -125,6 +127,34 @@ def test_the_end_of_a_turn_ends_an_answer_too(tmp_path: Path, llama: Path) -> No
     metadata = {"tokenizer.ggml.eot_token_id": 7, "tokenizer.ggml.eom_token_id": 5}
     loaded = load(write_tiny_gguf(tmp_path / "model.gguf", llama, metadata=metadata))
     assert loaded.eos_token_ids == (TINY_EOS_TOKEN_ID, 5, 7)
+
+
+@pytest.mark.parametrize("name", ["<end_of_turn>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"])
+def test_end_tokens_without_an_entry_are_found_by_name(tmp_path: Path, name: str) -> None:
+    """Files of Qwen, Gemma and Llama 3 name one end token, though their models end answers with two."""
+    directory = make_tiny_tokenizer(make_tiny_checkpoint(tmp_path / "llama", "llama", dtype="float32"))
+    tokenizer = json.loads((directory / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    tokenizer["model"]["vocab"] = {
+        name if token_id == 40 else token: token_id for token, token_id in vocabulary.items()
+    }
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    end_of_text = vocabulary["<|endoftext|>"]
+    loaded = load(write_tiny_gguf(tmp_path / "model.gguf", directory))
+    assert loaded.eos_token_ids == (end_of_text, TINY_EOS_TOKEN_ID, 40)
+
+
+def test_a_vocabulary_that_is_no_list_of_strings_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    writer = GGUFWriter(path, "llama")
+    writer.add_array("tokenizer.ggml.tokens", [1, 2])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(
+        CheckpointError, match=r"model\.gguf: tokenizer\.ggml\.tokens: got an array of type \d+"
+    ):
+        GGUFCheckpoint(path).generation_config()
 
 
 @pytest.mark.parametrize(

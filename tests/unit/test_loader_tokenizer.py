@@ -61,6 +61,17 @@ def test_a_gguf_file_has_the_tokenizer_it_was_made_from(tmp_path: Path, director
     assert converted.eos_token_id == TINY_EOS_TOKEN_ID
 
 
+def test_the_kept_conversion_is_what_the_frontend_uses(tmp_path: Path) -> None:
+    """transformers converts Qwen's tokenizer without the normalisation that it adds when it reads one."""
+    directory = make_tiny_tokenizer(make_tiny_checkpoint(tmp_path / "qwen2", "qwen2", dtype="float32"))
+    gguf = config(write_tiny_gguf(tmp_path / "model.gguf", directory))
+    kept = Tokenizer.from_file(str(tokenizer_json(gguf)))
+    used = load_hf_tokenizer(gguf).backend_tokenizer
+    assert kept.to_str() == used.to_str()
+    decomposed = "nai\u0308ve"
+    assert kept.encode(decomposed).ids == used.encode(decomposed).ids == used.encode("na\u00efve").ids
+
+
 def test_a_conversion_is_kept_until_the_file_changes(tmp_path: Path, directory: Path, cache: Path) -> None:
     gguf = write_tiny_gguf(tmp_path / "model.gguf", directory)
     first = tokenizer_json(config(gguf))
@@ -81,7 +92,7 @@ def test_of_two_conversions_at_once_the_first_stays(
 
     def convert(*args: Any, **options: Any) -> Any:
         tokenizer = from_pretrained(*args, **options)
-        shutil.copytree(other, target)
+        shutil.copytree(other, target, dirs_exist_ok=True)
         (target / "of-the-other").touch()
         return tokenizer
 

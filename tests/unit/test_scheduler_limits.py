@@ -141,6 +141,16 @@ def test_no_request_gets_a_sliver_beside_another_chunk() -> None:
     harness.run()
 
 
+def test_what_a_prompt_has_in_the_prefix_cache_is_no_part_of_its_chunk() -> None:
+    harness = SchedulerHarness(max_num_batched_tokens=24, num_blocks=256)
+    harness.run(make_request("before", PROMPT))
+    harness.add(make_request("a", PROMPT[::-1]), make_request("b", PROMPT))
+    plan = harness.launch()
+    assert plan is not None
+    assert chunks(plan) == [20, 4]  # the last block of a full hit is computed again
+    harness.run()
+
+
 def test_a_long_prompt_does_not_stall_running_streams() -> None:
     """Known fault 35: one stream and a long prompt; the stream gets a token in every step."""
     harness = SchedulerHarness(
