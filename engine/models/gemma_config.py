@@ -97,7 +97,7 @@ def read_layer_types(raw: Mapping[str, Any], default_pattern: int | None = None)
         raise CheckpointError(f"layer_types: got {got}, expected {num_layers}, one per layer")
     if unknown := sorted({str(kind) for kind in types} - {SLIDING, FULL}):
         raise CheckpointError(f"layer_types: got {', '.join(unknown)}, expected {SLIDING!r} or {FULL!r}")
-    return types
+    return list(types)
 
 
 def read_rope(
