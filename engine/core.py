@@ -14,8 +14,9 @@ import msgspec
 
 from engine.assembly import EngineParts, build_engine
 from engine.config import EngineConfig
-from engine.control import AnyAction
+from engine.control import AnyAction, AnyResult
 from engine.controller import Answer, EngineController
+from engine.errors import EngineError
 from engine.executor import StepHandle
 from engine.messages import AbortRequests, AddRequest, LoadProgress, ModelInfo, RequestOutput, StepMessage
 from engine.params import validate_token_ids
@@ -73,10 +74,14 @@ class EngineCore:
 
     def control(self, action: AnyAction, answer: Answer) -> None:
         """Do what an administrator asks; `answer` may be called in a later step. Raises EngineError."""
-        self._controller.handle(action, answer)
-        default = self._draft_policy.state().default_method
-        if default != self.model_info.default_speculator:
-            self.model_info = msgspec.structs.replace(self.model_info, default_speculator=default)
+
+        def done(result: AnyResult | EngineError) -> None:
+            default = self._draft_policy.state().default_method
+            if default != self.model_info.default_speculator:
+                self.model_info = msgspec.structs.replace(self.model_info, default_speculator=default)
+            answer(result)
+
+        self._controller.handle(action, done)
 
     @property
     def has_work(self) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import partial
 from typing import Protocol
 
 from engine.control import AnyAction, AnyResult
@@ -114,14 +113,19 @@ def run_engine_loop(core: Core, inbox: Inbox, publish: Publish) -> None:
 
 
 def _control(core: Core, command: Control, publish: Publish) -> None:
-    """The answer may come in a later step. What the change says of the model is told to everybody."""
+    """The answer may come in a later step. What the change says of the model is told to everybody, and first: whoever
+    has the answer finds it done."""
     info = core.model_info
+
+    def answer(result: AnyResult | EngineError) -> None:
+        if core.model_info is not info:
+            publish(core.model_info)
+        _answer(command.control_id, publish, result)
+
     try:
-        core.control(command.action, partial(_answer, command.control_id, publish))
+        core.control(command.action, answer)
     except EngineError as error:
-        _answer(command.control_id, publish, error)
-    if core.model_info is not info:
-        publish(core.model_info)
+        answer(error)
 
 
 def _answer(control_id: str, publish: Publish, result: AnyResult | EngineError) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from engine.control import (
 )
 from engine.core import EngineCore
 from engine.errors import EngineError, InvalidRequestError, RequestFailedError
+from engine.loop import Command, run_engine
+from engine.messages import Control, ControlAnswer, FromEngine, ModelInfo, Shutdown
 from tests.support.engine_harness import Harness, make_core, request, scripted_model
 from tests.support.scripted_speculators import PATTERNS, VOCAB_SIZE, ScriptedSpeculator
 from tests.support.scripted_target import ScriptedTarget, reference_continuation
@@ -235,3 +238,21 @@ def test_a_trace_that_cannot_be_written_is_told_and_the_engine_goes_on(tmp_path:
     core.control(Profile(1), answers.append)
     assert drafted(core) == {("right", K)}
     assert isinstance(answers[0], RequestFailedError)
+
+
+def test_what_changed_of_the_model_is_told_before_the_answer() -> None:
+    """Whoever has the answer reads the new default from any frontend."""
+    told: list[FromEngine] = []
+    change = Control(control_id="c", action=ConfigureSpeculation(changes=(), default_method="wrong"))
+    turns: Iterator[list[Command]] = iter([[change], [Shutdown()]])
+
+    class Turns:
+        def poll(self, block: bool) -> list[Command]:
+            return next(turns)
+
+    assert run_engine(lambda on_progress: scripted_core(), Turns(), told.append)
+    before, after, answer = told
+    assert isinstance(before, ModelInfo)
+    assert isinstance(after, ModelInfo)
+    assert isinstance(answer, ControlAnswer)
+    assert (before.default_speculator, after.default_speculator) == ("right", "wrong")
