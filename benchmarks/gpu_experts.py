@@ -11,11 +11,18 @@ from typing import Any
 
 import torch
 
+from benchmarks.geometries import GEOMETRIES
 from engine.layers.moe import RoutedExperts
 
 ROWS = (1, 5, 16, 17, 64, 256, 1024, 4096)
+DEEPSEEK = GEOMETRIES["deepseek-v2-lite"]
 LAYERS: dict[str, dict[str, int]] = {
-    "deepseek-v2-lite": {"num_experts": 64, "hidden_size": 2048, "intermediate_size": 1408, "top_k": 6},
+    "deepseek-v2-lite": {
+        "num_experts": DEEPSEEK["n_routed_experts"],
+        "hidden_size": DEEPSEEK["hidden_size"],
+        "intermediate_size": DEEPSEEK["moe_intermediate_size"],
+        "top_k": DEEPSEEK["num_experts_per_tok"],
+    },
     "gemma-4-26b-a4b": {"num_experts": 128, "hidden_size": 2816, "intermediate_size": 704, "top_k": 8},
 }
 COPIES = 2  # of a layer's weights, each several times the L2 cache

@@ -17,11 +17,8 @@ from engine.kernels.dependent_launch import begin, launch_options
 from engine.kernels.triton_support import jit, next_power_of_2, tl
 
 ActivationName = Literal["silu", "gelu_tanh"]
-ACTIVATION_CODES: dict[ActivationName | None, int] = {
-    None: 0,
-    "silu": 1,
-    "gelu_tanh": 2,
-}  # as kernels take them
+# As kernels take them.
+ACTIVATION_CODES: dict[ActivationName | None, int] = {None: 0, "silu": 1, "gelu_tanh": 2}
 MAX_BLOCK = 1024  # columns of one program
 
 

@@ -28,6 +28,7 @@ def inexact_layers(model: nn.Module) -> list[str]:
 
 
 def has_routed_experts(model: nn.Module) -> bool:
+    """Is it a mixture of experts?"""
     return any(isinstance(layer, RoutedExperts) for layer in model.modules())
 
 

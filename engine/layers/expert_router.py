@@ -75,6 +75,7 @@ class ExpertRouter(nn.Module):
 
     @property
     def has_groups(self) -> bool:
+        """Are experts chosen within the best groups only?"""
         return self._routing.num_groups > 1
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:

@@ -84,7 +84,8 @@ def test_entries_that_are_kept_change_nothing(monkeypatch: pytest.MonkeyPatch) -
         assert len(made_anew) == len({id(entry) for entry in made_anew}) == len(decodes)
         num_repeated += len(decodes) - len({id(entry) for entry in decodes})
         num_preempted += sum(stats.num_preempted for _, stats, _ in seen)
-    assert min(num_repeated / 1000, num_preempted / 50) > 1, "these traces show nothing"
+    assert num_repeated > 1000, "these traces show nothing"
+    assert num_preempted > 50, "these traces show nothing"
 
 
 def test_blocks_that_are_looked_at_seldom_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
