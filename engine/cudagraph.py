@@ -107,42 +107,47 @@ class CaptureQueue:
         self._recorder = recorder
         self._clock = clock
         self._captured_at = float("-inf")
-        self._asked: deque[tuple[CudaGraphManager[Any], Any]] = deque()
+        self._asked: dict[tuple[int, Any], CudaGraphManager[Any]] = {}  # the latest last
         self._planned: deque[tuple[CudaGraphManager[Any], Any]] = deque()
-        self._known: set[tuple[int, Any]] = set()  # asked for, captured, or found impossible
+        self._known: set[tuple[int, Any]] = set()  # captured, or found impossible
 
     def plan(self, manager: CudaGraphManager[D], descriptors: Iterable[D]) -> None:
         """Capture these, in this order, when there is nothing else to do."""
         self._planned.extend((manager, descriptor) for descriptor in descriptors)
 
     def ask(self, manager: CudaGraphManager[D], descriptor: D) -> None:
-        """A batch would have used this shape."""
+        """A batch would have used this shape. Who asks again comes first: load that grows asks for many sizes on its
+        way, and what it needs then is the last one."""
         key = (id(manager), descriptor)
         if key not in self._known:
-            self._known.add(key)
-            self._asked.append((manager, descriptor))
+            self._asked.pop(key, None)
+            self._asked[key] = manager
 
     def capture_asked(self) -> bool:
         """Between two steps: one shape that was asked for, if the last capture is long enough ago. False: none."""
         if not self._asked or self._clock() - self._captured_at < SECONDS_BETWEEN_CAPTURES:
             return False
-        self._capture(*self._asked.popleft())
+        self._capture_latest()
         return True
 
     def capture_next(self) -> bool:
         """While nothing runs: one shape. False: none is left."""
         if self._asked:
-            self._capture(*self._asked.popleft())
+            self._capture_latest()
             return True
         while self._planned:
             manager, descriptor = self._planned.popleft()
             if (id(manager), descriptor) not in self._known:
-                self._known.add((id(manager), descriptor))
                 self._capture(manager, descriptor)
                 return True
         return False
 
+    def _capture_latest(self) -> None:
+        (_, descriptor), manager = self._asked.popitem()
+        self._capture(manager, descriptor)
+
     def _capture(self, manager: CudaGraphManager[D], descriptor: D) -> None:
+        self._known.add((id(manager), descriptor))
         try:
             with torch.inference_mode():
                 manager.capture(descriptor, self._recorder)

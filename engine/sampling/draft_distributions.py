@@ -21,7 +21,7 @@ class DraftDistributions:
 
     def clear(self, rows: torch.Tensor) -> None:
         """Forget those of these rows, [n] int64, before drafts are made for them, here or on the host."""
-        self._is_sampled[rows] = False
+        self._is_sampled.index_fill_(0, rows, 0)  # an assignment would copy a value from the host
 
     def record(
         self, rows: torch.Tensor, steps: torch.Tensor, probs: torch.Tensor, is_wanted: torch.Tensor

@@ -281,6 +281,19 @@ def test_while_requests_run_one_shape_a_second_is_captured() -> None:
         captures.capture_asked()
         num_captured.append(sum(manager.dispatch(shape(size)) == shape(size) for size in (1, 2, 4)))
     assert num_captured == [1, 1, 2, 2, 3, 3]
+    assert not captures.capture_asked()
+
+
+def test_what_was_asked_for_last_is_captured_first() -> None:
+    """A load that grew to three rows does not wait for the sizes on its way."""
+    captures = CaptureQueue(lambda run: run)
+    manager = Manager(captures)
+    for size in (1, 2, 3, 4, 3):
+        assert manager.dispatch(shape(size)) is None
+    assert captures.capture_next()
+    assert manager.dispatch(shape(3)) == shape(3)
+    assert captures.capture_next()
+    assert manager.dispatch(shape(4)) == shape(4)
 
 
 def test_a_shape_that_finds_no_memory_is_not_tried_again(caplog: pytest.LogCaptureFixture) -> None:

@@ -29,7 +29,6 @@ from tools.train.prompts import PromptSource
 
 HELD_OUT_SET = "held_out_chats"
 _NUM_PAIRS = 7
-_MAX_CAPTURES = 6  # CUDA graphs, those that a warm-up asked for first
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,10 +84,9 @@ class Asker:
         self._num_asked = 0
 
     def prepare(self) -> None:
-        """Capture the graphs that earlier runs asked for, so that none is captured while time is taken."""
-        for _ in range(_MAX_CAPTURES):
-            if not self._core.prepare():
-                return
+        """Capture every graph, so that none is captured, and nothing launched for want of one, while time is taken."""
+        while self._core.prepare():
+            pass
 
     def ask(
         self,
