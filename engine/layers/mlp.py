@@ -35,12 +35,16 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[num_tokens, hidden_size] -> the same."""
-        output: torch.Tensor = self.down(self.gate_up.gated(x, self._activation))
+        output: torch.Tensor = self.down(self.activate(x))
         return output
 
     def add_to(self, residual: torch.Tensor, x: Rows) -> torch.Tensor:
         """residual + the output, [num_tokens, hidden_size]."""
-        return self.down.add_to(residual, self.gate_up.gated(x, self._activation))
+        return self.down.add_to(residual, self.activate(x))
+
+    def activate(self, x: Rows) -> torch.Tensor:
+        """What `down` is applied to: [num_tokens, intermediate_size]."""
+        return self.gate_up.gated(x, self._activation)
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.gate_up.checkpoint_tensors(prefix)

@@ -6,8 +6,8 @@ flags is a subclass that overrides `read_config`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, ClassVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from engine.layers.linear import Linear
 from engine.layers.mlp import GatedMLP
 from engine.layers.norm import RMSNorm
 from engine.layers.rotary import RotaryEmbedding, Rotation
-from engine.layers.unnormed import Rows
+from engine.layers.unnormed import Rows, normed
 from engine.models.base import CausalLM
 from engine.models.decoder_config import DecoderConfig
 from engine.models.weights import load_strict
@@ -88,10 +88,23 @@ class DecoderLayer(nn.Module):
             x, self.attention.attend(self.attention_norm.pending(x), rotation, context)
         )
 
+    def forward_normed(
+        self,
+        x: torch.Tensor,
+        rows: Rows,
+        rotation: Rotation,
+        context: AttentionContext,
+        next_norm: RMSNorm,
+    ) -> tuple[torch.Tensor, Rows]:
+        """rows: x behind this layer's first norm. Returns (the layer's output, the same behind `next_norm`)."""
+        attended = self.attention.attend(rows, rotation, context)
+        x, rows = self.mlp_norm.after(x, self.attention.output, attended)
+        return next_norm.after(x, self.mlp.down, self.mlp.activate(rows))
+
     def after_attention(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """The rest of the layer. residual: [num_tokens, hidden_size]; returns the same shape."""
-        x, normed = self.mlp_norm.after(residual, self.attention.output, attended)
-        return self.mlp.add_to(x, normed)
+        x, rows = self.mlp_norm.after(residual, self.attention.output, attended)
+        return self.mlp.add_to(x, rows)
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.attention_norm.checkpoint_tensors(f"{prefix}input_layernorm")
@@ -140,11 +153,13 @@ class LlamaForCausalLM(CausalLM):
     ) -> torch.Tensor:
         x = self.embed(input_ids)
         rotation = self.rotary(positions)
-        for index, layer in enumerate(self.layers):
+        layers = cast(Sequence[DecoderLayer], self.layers)
+        norms = [*(layer.attention_norm for layer in layers), self.norm]
+        rows: Rows = norms[0].pending(x)
+        for index, layer in enumerate(layers):
             attention.observe(index, x)
-            x = layer(x, rotation, attention)
-        output: torch.Tensor = self.norm(x)
-        return output
+            x, rows = layer.forward_normed(x, rows, rotation, attention, norms[index + 1])
+        return normed(rows)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return self.head.logits(hidden_states)
