@@ -34,7 +34,8 @@ DTYPE, META = torch.bfloat16, torch.device("meta")
 def floor_ms(geometry: str, batch: int, speculator: str = "none", num_drafts: int = 0) -> float:
     """Of one step: verification of 1 + num_drafts tokens a request, and as many drafts."""
     target = _target(geometry)
-    num_chosen = GEOMETRIES[geometry].get("num_experts_per_tok", 1)
+    config = GEOMETRIES[geometry]
+    num_chosen = config.get("num_experts_per_tok", config.get("top_k_experts", 1))
     head = _head_weights(target)
     seconds = _pass_seconds(target, head, batch * (1 + num_drafts), num_chosen)
     if speculator not in ("none", "ngram"):

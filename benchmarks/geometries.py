@@ -82,6 +82,30 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": 30.0,
         "rope_parameters": _GEMMA4_ROPE,
     },
+    "gemma-4-26b-a4b": {
+        "architectures": ["Gemma4ForCausalLM"],
+        "hidden_size": 2816,
+        "num_hidden_layers": 30,
+        "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 5,
+        "intermediate_size": 2112,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "num_global_key_value_heads": 2,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "attention_k_eq_v": True,
+        "sliding_window": 1024,
+        "enable_moe_block": True,
+        "num_experts": 128,
+        "top_k_experts": 8,
+        "moe_intermediate_size": 704,
+        "vocab_size": 262144,
+        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+        "max_position_embeddings": 8192,
+        "final_logit_softcapping": 30.0,
+        "rope_parameters": _GEMMA4_ROPE,
+    },
     "gemma-4-31b": {
         "architectures": ["Gemma4ForCausalLM"],
         "hidden_size": 5376,
@@ -156,6 +180,9 @@ DRAFTERS: dict[tuple[str, str], dict[str, Any] | None] = {
         "num_centroids": 2048,
         "centroid_intermediate_top_k": 32,
     },
+    ("gemma-4-26b-a4b", "gemma4_mtp"): _gemma4_assistant(
+        "gemma-4-26b-a4b", hidden_size=1024, intermediate_size=8192, num_attention_heads=16
+    ),
     ("gemma-4-31b", "gemma4_mtp"): _gemma4_assistant(
         "gemma-4-31b", hidden_size=1024, intermediate_size=8192, num_attention_heads=32
     ),

@@ -3,7 +3,7 @@
 python -m benchmarks.gpu_kernels [--geometry llama-3.1-8b] [--rows 1 8 16 64] [--tune] [--output FILE]
 python -m benchmarks.gpu_kernels --attention [--tune]
 python -m benchmarks.gpu_kernels --sampling
-python -m benchmarks.gpu_kernels --experts
+python -m benchmarks.gpu_kernels --experts [--layer gemma-4-26b-a4b] [--tune]
 
 Each figure is a captured sequence of launches over different weights or caches, more of them than the L2 cache holds,
 replayed five times; the best replay counts. GB/s are the bytes of the weight, or of keys and values, over the time.
@@ -25,13 +25,13 @@ import torch.nn.functional as F
 from benchmarks.geometries import GEOMETRIES
 from benchmarks.gpu_attention import HEADS, measure_attention, works
 from benchmarks.gpu_engine import write_report
-from benchmarks.gpu_experts import LAYERS, measure_experts
+from benchmarks.gpu_experts import LAYERS, measure_experts, tune_experts
 from benchmarks.gpu_experts import ROWS as EXPERT_ROWS
 from benchmarks.gpu_sampling import ROWS, VOCAB_SIZES, measure_sampling
 from engine.kernels.gated_activation import ActivationName, gated_activation
 from engine.kernels.resident_linear import MAX_NORMED_FEATURES, resident_linear
 from engine.kernels.rms_norm import NormForm, rms_norm
-from engine.kernels.skinny_linear import Tiling, skinny_linear, stage_bytes
+from engine.kernels.skinny_linear import Tiling, row_tile, skinny_linear, stage_bytes
 from engine.kernels.triton_support import shared_memory_bytes
 
 BYTES_IN_TURN = 400 << 20  # of weights, several times the L2 cache
@@ -40,7 +40,7 @@ RESIDENT_FORMS = list(itertools.product((16, 32), (1, 2, 4)))  # columns of a pr
 TILINGS = [
     Tiling(block_n, block_k, stages, warps)
     for block_n, block_k, stages, warps in itertools.product(
-        (16, 32, 64), (64, 128, 256, 512), (3, 4, 6), (1, 2, 4)
+        (16, 32, 64), (64, 128, 256, 512), (2, 3, 4, 6), (2, 4)
     )
     if 8 << 10 <= block_n * block_k * 2 * stages <= 100 << 10
 ]
@@ -104,7 +104,7 @@ def measure(geometry: str, name: str, num_rows: int, tilings: Sequence[Tiling]) 
     ours = {
         tiling: with_tiling(tiling)
         for tiling in tilings
-        if tiling.num_stages * stage_bytes(tiling, num_rows, is_gated) <= shared_bytes
+        if tiling.num_stages * stage_bytes(tiling, row_tile(num_rows), is_gated) <= shared_bytes
     }
     best = min(ours, key=lambda tiling: ours[tiling], default=None)
     chosen = with_tiling(None)
@@ -156,6 +156,7 @@ def main() -> None:
     parser.add_argument("--heads", nargs="+", default=list(HEADS), choices=list(HEADS), help="of --attention")
     parser.add_argument("--sampling", action="store_true")
     parser.add_argument("--experts", action="store_true", help="routed ones")
+    parser.add_argument("--layer", nargs="+", default=list(LAYERS), choices=list(LAYERS), help="of --experts")
     parser.add_argument("--product", nargs="+", default=["qkv", "output", "gate_up", "down"])
     parser.add_argument(
         "--tune", action="store_true", help="measure every tiling or form, not only the chosen one"
@@ -167,8 +168,10 @@ def main() -> None:
         for num_rows, vocab_size in itertools.product(ROWS, VOCAB_SIZES):
             rows += measure_sampling(num_rows, vocab_size, time_us)
     elif arguments.experts:
-        for layer, num_rows in itertools.product(LAYERS, EXPERT_ROWS):
+        for layer, num_rows in itertools.product(arguments.layer, EXPERT_ROWS):
             rows.append(measure_experts(layer, num_rows, time_us))
+            if arguments.tune:
+                rows += tune_experts(layer, num_rows, time_us)
     elif arguments.attention:
         for work in works(arguments.heads):
             rows += measure_attention(work, time_us, tunes=arguments.tune)

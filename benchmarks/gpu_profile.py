@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.geometries import GEOMETRIES
 from benchmarks.gpu_engine import METHODS, Setup, add_requests, capture_asked, make_core, run_batch
-from engine.config import CudaGraphsName
+from engine.config import CudaGraphsName, NumericsName
 from engine.core import EngineCore
 
 NUM_FIRST_STEPS, NUM_STEPS = 20, 50
@@ -39,6 +39,7 @@ def main() -> None:
     parser.add_argument("--prefill", type=int, metavar="TOKENS")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--graphs", default="auto", choices=get_args(CudaGraphsName))
+    parser.add_argument("--numerics", default="auto", choices=get_args(NumericsName))
     arguments = parser.parse_args()
     num_drafts = 0 if arguments.speculator == "none" else arguments.k
     core = make_core(
@@ -48,6 +49,7 @@ def main() -> None:
             num_drafts,
             backend=arguments.backend,
             graphs=arguments.graphs,
+            numerics=arguments.numerics,
         )
     )
     for batch in arguments.batch:

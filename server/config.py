@@ -138,7 +138,7 @@ class ServerConfig(BaseSettings):
 
     numerics: NumericsName = _option(
         "auto",
-        "exact: tokens depend on their request alone; fast: near ties may vary; auto: exact where that costs little.",
+        "exact: tokens depend on their request alone; fast: near ties may vary; auto: exact where possible.",
         "Engine",
     )
 

@@ -5,12 +5,11 @@ Measured by `python -m benchmarks.gpu_kernels --attention --tune` on an H200.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
 
-from engine.kernels.triton_support import next_power_of_2, shared_memory_bytes
+from engine.kernels.triton_support import next_power_of_2, shared_memory_bytes, wide_tiles_sum_alike
 
 MAX_SHORT_QUERY_LEN = 16  # query tokens of a request; longer chunks have parallelism enough
 # Requests times KV heads: about one for each multiprocessor, and contexts need no splits.
@@ -67,7 +66,7 @@ def choose_form(
 ) -> Form:
     """max_query_len, max_seq_len: upper bounds over the requests, in tokens. Decides speed and scratch memory only."""
     if max_query_len > MAX_SHORT_QUERY_LEN:
-        is_wide = shape.row_bytes <= 512 and _wide_tiles_sum_alike(device)
+        is_wide = shape.row_bytes <= 512 and wide_tiles_sum_alike(device)
         tile_rows = _rows_that_fit(64 if is_wide else 32, shape, device)
         return Form(tile_rows, 0, 4 if shape.row_bytes <= 256 else 8, 2)
     num_programs = num_reqs * num_kv_heads
@@ -94,11 +93,3 @@ def _rows_that_fit(num_rows: int, shape: HeadShape, device: torch.device) -> int
     while num_rows > 16 and num_bytes() > shared_memory_bytes(device):
         num_rows //= 2
     return num_rows
-
-
-@functools.cache
-def _wide_tiles_sum_alike(device: torch.device) -> bool:
-    """Tiles of 64 rows are multiplied by wgmma on Hopper. It sums in the order of mma.sync
-    (tests/kernels/test_paged_attention.py on such a device); of the instructions of later devices nothing is known.
-    """
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) < (10, 0)

@@ -1,68 +1,41 @@
 """Products of any number of rows with the experts that were chosen for them, and a gated activation in the same launch.
 
-A row and one of its experts are a pair. Pairs of one expert share tiles of 16 or 64 rows, which meet strips of that
-expert's weight, by the tilings of engine/kernels/skinny_linear.py; as there, a pair's products are summed in the order
-of K by one instruction at both heights of a tile. So its result depends neither on the other pairs nor on their number.
+A row and one of its experts are a pair (engine/kernels/group_pairs.py). Pairs of one expert share tiles of 16 to 128
+rows, which meet strips of that expert's weight. As in engine/kernels/skinny_linear.py, a pair's products are summed in
+the order of K whatever the tile. So its result depends neither on the other pairs nor on their number.
 
 - plain: y[i] = cast(x[i // choices] W[expert_ids[i]]^T).
 - gated: W holds gate rows, then up rows; y = cast(cast(activation(cast(gate))) * cast(up)).
-Sums in float32.
+Sums in float32 (float64 for float64).
 
-Shapes: x [num_rows, in_features], half types; weight [num_experts, out_features, in_features]; expert_ids
+Shapes: x [num_rows, in_features]; weight [num_experts, out_features, in_features]; expert_ids
 [num_rows * choices] int64; y [num_rows * choices, out_features], gated: half as many columns. All dense. Grid: (column
 tiles, tiles of pairs): neighbouring programs read the same pairs, and the next ones the same weight, from the L2 cache.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from engine.kernels.dependent_launch import begin, launch_options
-from engine.kernels.expert_linear import expert_linear_reference
 from engine.kernels.gated_activation import (
     ACTIVATION_CODES,
     ActivationName,
     activate_times_reference,
     activated,
 )
-from engine.kernels.skinny_linear import MAX_ROWS, choose_tiling
-from engine.kernels.triton_support import jit, next_power_of_2, shared_memory_bytes, tl
+from engine.kernels.group_pairs import SMALLEST_TILE, PairsByExpert
+from engine.kernels.skinny_linear import Tiling, fitted
+from engine.kernels.triton_support import jit, next_power_of_2, shared_memory_bytes, sum_type, tl
 
-SMALLEST_TILE = 16  # rows; MAX_ROWS is the other one
-# Up to here sorting costs more than reading an expert twice, which the L2 cache has by then.
-MAX_UNSORTED_PAIRS = 128
-
-
-@dataclass(frozen=True)
-class PairsByExpert:
-    """Which pairs are computed together."""
-
-    expert_ids: torch.Tensor  # [num_pairs] int64
-    order: torch.Tensor | None  # [num_pairs] int64, pairs by expert; None: each pair is a tile of its own
-    ends: torch.Tensor | None  # [num_experts] int32, in `order`
-
-    @property
-    def tile(self) -> int:
-        """Rows of a tile: low ones where experts have few pairs each."""
-        if self.ends is None or len(self.expert_ids) <= SMALLEST_TILE * len(self.ends):
-            return SMALLEST_TILE
-        return MAX_ROWS
-
-
-def group_pairs(expert_ids: torch.Tensor, num_experts: int) -> PairsByExpert:
-    """expert_ids: [num_pairs] int64."""
-    if len(expert_ids) <= MAX_UNSORTED_PAIRS:
-        return PairsByExpert(expert_ids, None, None)
-    return PairsByExpert(expert_ids, *sort_pairs(expert_ids, num_experts))
-
-
-def sort_pairs(expert_ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The pairs by expert, [num_pairs] int64, and where each expert's end among these, [num_experts] int32."""
-    in_order, order = expert_ids.sort(stable=True)
-    experts = torch.arange(num_experts, device=expert_ids.device)
-    return order, torch.searchsorted(in_order, experts, right=True, out_int32=True)
+# By the rows of a tile: with gate and up rows, and without (`benchmarks.gpu_kernels --experts --tune` on an H200).
+TILINGS = {
+    16: (Tiling(32, 256, 3, 2), Tiling(32, 128, 4, 2)),
+    32: (Tiling(32, 128, 4, 2), Tiling(64, 64, 4, 2)),
+    64: (Tiling(64, 64, 4, 4), Tiling(128, 64, 3, 4)),
+    128: (Tiling(128, 64, 4, 8), Tiling(128, 64, 3, 8)),
+}
+FOR_WIDE_TYPES = Tiling(16, 64, 2, 4)  # float32 and float64, in tiles of 16 rows: for checking, not for speed
 
 
 def grouped_linear_reference(
@@ -72,7 +45,8 @@ def grouped_linear_reference(
     *,
     activation: ActivationName | None = None,
 ) -> torch.Tensor:
-    y = expert_linear_reference(x, weight, expert_ids)
+    rows = x.repeat_interleave(len(expert_ids) // len(x), dim=0)
+    y = torch.bmm(weight[expert_ids], rows[:, :, None])[:, :, 0]
     if activation is None:
         return y
     gate, up = y.chunk(2, dim=-1)
@@ -98,6 +72,7 @@ def _grouped_linear_kernel(
     IS_SORTED: tl.constexpr,
     IS_GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,  # 0: none, 1: silu, 2: gelu_tanh
+    SUM_TYPE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     begin(OVERLAPS)
@@ -116,7 +91,7 @@ def _grouped_linear_kernel(
         place = tl.max(tl.where(is_before, ends, 0), axis=0)
         place += (tile - tl.sum(tl.where(is_before, num_tiles, 0), axis=0)) * BLOCK_M
         row_valid = place + lanes < tl.sum(tl.where(experts == expert, ends, 0), axis=0)
-        pairs = tl.load(order_ptr + place + lanes, mask=row_valid, other=0)
+        pairs = tl.load(order_ptr + place + lanes, mask=row_valid, other=0).to(tl.int64)
     else:
         expert = tl.load(expert_ids_ptr + tile)
         row_valid = lanes == 0
@@ -124,8 +99,8 @@ def _grouped_linear_kernel(
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inner = tl.arange(0, BLOCK_K)
     column_valid = columns < N
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    acc_up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], SUM_TYPE)
+    acc_up = tl.zeros([BLOCK_M, BLOCK_N], SUM_TYPE)
     x_start = x_ptr + (pairs // CHOICES * K)[:, None]
     expert_start = weight_ptr + expert.to(tl.int64) * (2 * N * K if IS_GATED else N * K)
     weight_start = expert_start + (columns * K)[None, :]
@@ -136,15 +111,15 @@ def _grouped_linear_kernel(
             x_valid, weight_valid = x_valid & (ks < K)[None, :], weight_valid & (ks < K)[:, None]
         x = tl.load(x_start + ks[None, :], mask=x_valid, other=0.0)
         weight = tl.load(weight_start + ks[:, None], mask=weight_valid, other=0.0)
-        acc = tl.dot(x, weight, acc, input_precision="ieee")
+        acc = tl.dot(x, weight, acc, input_precision="ieee", out_dtype=SUM_TYPE)
         if IS_GATED:
             up = tl.load(weight_start + N * K + ks[:, None], mask=weight_valid, other=0.0)
-            acc_up = tl.dot(x, up, acc_up, input_precision="ieee")
+            acc_up = tl.dot(x, up, acc_up, input_precision="ieee", out_dtype=SUM_TYPE)
     dtype = y_ptr.dtype.element_ty
     y = acc.to(dtype)
     if IS_GATED:
-        gate = activated(y.to(tl.float32), ACTIVATION == 1).to(dtype)
-        y = (gate.to(tl.float32) * acc_up.to(dtype).to(tl.float32)).to(dtype)
+        gate = activated(y.to(SUM_TYPE), ACTIVATION == 1).to(dtype)
+        y = (gate.to(SUM_TYPE) * acc_up.to(dtype).to(SUM_TYPE)).to(dtype)
     tl.store(
         y_ptr + (pairs * N)[:, None] + columns[None, :], y, mask=row_valid[:, None] & column_valid[None, :]
     )
@@ -156,8 +131,9 @@ def grouped_linear(
     pairs: PairsByExpert,
     *,
     activation: ActivationName | None = None,
+    tiling: Tiling | None = None,
 ) -> torch.Tensor:
-    """See the module docstring; `pairs` holds the expert_ids."""
+    """See the module docstring; `pairs` holds the expert_ids. `tiling`: for measuring."""
     num_pairs, (num_experts, num_columns, in_features) = len(pairs.expert_ids), weight.shape
     is_gated = activation is not None
     if is_gated:
@@ -166,9 +142,13 @@ def grouped_linear(
     assert weight.is_contiguous()
     assert num_pairs % len(x) == 0
     is_sorted = pairs.order is not None
-    block_m = pairs.tile
-    num_tiles = num_pairs // block_m + num_experts if is_sorted else num_pairs
-    tiling = choose_tiling(in_features, block_m, is_gated, shared_memory_bytes(x.device))
+    block_m = pairs.tile if x.itemsize == 2 else SMALLEST_TILE
+    num_tiles = min(num_pairs // block_m + num_experts, num_pairs) if is_sorted else num_pairs
+    if tiling is None:
+        tiling = FOR_WIDE_TYPES
+        if x.itemsize == 2:
+            tiling = TILINGS[block_m][0 if is_gated else 1]
+            tiling = fitted(tiling, block_m, is_gated, shared_memory_bytes(x.device))
     y = torch.empty(num_pairs, num_columns, dtype=x.dtype, device=x.device)
     _grouped_linear_kernel[(-(-num_columns // tiling.block_n), num_tiles)](
         x,
@@ -188,6 +168,7 @@ def grouped_linear(
         IS_SORTED=is_sorted,
         IS_GATED=is_gated,
         ACTIVATION=ACTIVATION_CODES[activation],
+        SUM_TYPE=sum_type(x.dtype),
         num_stages=tiling.num_stages,
         num_warps=tiling.num_warps,
         enable_fp_fusion=False,  # as skinny_linear

@@ -35,6 +35,7 @@ from engine.kernels.triton_support import jit, next_power_of_2, shared_memory_by
 MAX_ROWS = 64  # of a tile
 # Measured: reading a large W gains nothing from beginning early, and its programs, waiting, stand in the way of others.
 OVERLAPPED_BYTES = 8 << 20
+MANY_COLUMNS = 65536  # as heads have
 
 
 @dataclass(frozen=True)
@@ -152,32 +153,44 @@ def _skinny_linear_kernel(
     tl.store(y_ptr + place, y, mask=valid)
 
 
-def choose_tiling(in_features: int, num_rows: int, is_gated: bool, shared_bytes: int) -> Tiling:
-    """By the shape of W; of the rows only the size of their tile counts. Measured by `benchmarks.gpu_kernels` on an
-    H200; devices with less shared memory have fewer loads under way.
+def choose_tiling(
+    num_columns: int, in_features: int, num_rows: int, is_gated: bool, shared_bytes: int
+) -> Tiling:
+    """By the shape of W; of the rows only the size of their tile counts. Measured by `benchmarks.gpu_kernels --tune` on
+    an H200; devices with less shared memory have fewer loads under way.
     """
-    tiling = _measured_tiling(in_features, num_rows, is_gated)
-    stages_that_fit = shared_bytes // stage_bytes(tiling, num_rows, is_gated)
+    tiling = _measured_tiling(num_columns, in_features, num_rows, is_gated)
+    return fitted(tiling, row_tile(num_rows), is_gated, shared_bytes)
+
+
+def fitted(tiling: Tiling, tile: int, is_gated: bool, shared_bytes: int) -> Tiling:
+    """With fewer loads under way where shared memory is small. `tile`: rows of one."""
+    stages_that_fit = shared_bytes // stage_bytes(tiling, tile, is_gated)
     return replace(tiling, num_stages=max(min(tiling.num_stages, stages_that_fit), 1))
 
 
-def stage_bytes(tiling: Tiling, num_rows: int, is_gated: bool) -> int:
+def stage_bytes(tiling: Tiling, tile: int, is_gated: bool) -> int:
     """Shared memory, in bytes, of one load under way: the tile of rows and the strips of W, in a half type."""
-    return (_row_tile(num_rows) + tiling.block_n * (2 if is_gated else 1)) * tiling.block_k * 2
+    return (tile + tiling.block_n * (2 if is_gated else 1)) * tiling.block_k * 2
 
 
-def _row_tile(num_rows: int) -> int:
+def row_tile(num_rows: int) -> int:
+    """Rows of a tile."""
     return min(max(next_power_of_2(num_rows), 16), MAX_ROWS)
 
 
-def _measured_tiling(in_features: int, num_rows: int, is_gated: bool) -> Tiling:
+def _measured_tiling(num_columns: int, in_features: int, num_rows: int, is_gated: bool) -> Tiling:
     if num_rows > MAX_ROWS:  # bound by multiplying
         return Tiling(64 if is_gated else 128, 64, 3, 2)
     if num_rows > 16:
         return Tiling(32, 64, 4, 2)
     if is_gated:
-        return Tiling(32, 256, 3, 2) if in_features >= 2048 else Tiling(32, 128, 4, 4)
-    return Tiling(16, 512, 3, 2) if in_features >= 1024 else Tiling(16, 128, 6, 2)
+        if in_features > 4096:
+            return Tiling(32, 256, 3, 2)
+        return Tiling(32, 128, 3, 2) if in_features >= 2048 else Tiling(32, 128, 4, 4)
+    if in_features < 1024:
+        return Tiling(16, 128, 6, 2)
+    return Tiling(16, 512, 3, 2) if num_columns < MANY_COLUMNS else Tiling(64, 128, 4, 2)
 
 
 def skinny_linear(
@@ -198,10 +211,10 @@ def skinny_linear(
     assert weight.is_contiguous()
     assert residual is None or (residual.is_contiguous() and activation is None)
     assert factor is None or (factor.stride(-1) == 1 and activation is not None)
-    block_m = _row_tile(num_rows)
+    block_m = row_tile(num_rows)
     if tiling is None:
         shared_bytes = shared_memory_bytes(x.device)
-        tiling = choose_tiling(in_features, num_rows, is_gated, shared_bytes)
+        tiling = choose_tiling(num_columns, in_features, num_rows, is_gated, shared_bytes)
     y = torch.empty(num_rows, num_columns, dtype=x.dtype, device=x.device)
     _skinny_linear_kernel[(-(-num_rows // block_m), -(-num_columns // tiling.block_n))](
         x,

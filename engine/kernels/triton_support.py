@@ -18,9 +18,9 @@ try:
 except ImportError:  # pragma: no cover
     tl = None
 
-    def jit(function: Callable[..., Any]) -> Any:
+    def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
         """The kernel cannot be launched here, and nobody does."""
-        return function
+        return function or jit
 
 
 @functools.cache
@@ -33,9 +33,22 @@ def shared_memory_bytes(device: torch.device) -> int:
     return int(properties["max_shared_mem"])
 
 
+@functools.cache
+def wide_tiles_sum_alike(device: torch.device) -> bool:
+    """Tiles of 64 rows and four warps are multiplied by wgmma on Hopper. It sums in the order of mma.sync
+    (tests/kernels on such a device); of the instructions of later devices nothing is known.
+    """
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) < (10, 0)
+
+
 def has_kernel(x: torch.Tensor) -> bool:
     """For kernels that know half types and float32."""
     return x.is_cuda and x.dtype != torch.float64
+
+
+def sum_type(dtype: torch.dtype) -> Any:
+    """What kernels that know float64 too compute sums of this type in."""
+    return tl.float64 if dtype == torch.float64 else tl.float32
 
 
 def next_power_of_2(value: int) -> int:
@@ -47,4 +60,13 @@ def draft_width(num_tokens: int) -> int:
     return max(next_power_of_2(num_tokens), 16)
 
 
-__all__ = ["draft_width", "has_kernel", "jit", "next_power_of_2", "shared_memory_bytes", "tl"]
+__all__ = [
+    "draft_width",
+    "has_kernel",
+    "jit",
+    "next_power_of_2",
+    "shared_memory_bytes",
+    "sum_type",
+    "tl",
+    "wide_tiles_sum_alike",
+]

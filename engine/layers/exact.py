@@ -1,6 +1,6 @@
 """Switches a model to exact numerics: a token's bits depend neither on its neighbours nor on how many they are.
 
-Norms, rotations, activations and the choice of experts compute row by row anyway. Here it is the products; attention is
+Norms, rotations, activations and routed experts compute row by row anyway. Here it is the other products; attention is
 the backend's part.
 """
 
@@ -13,7 +13,6 @@ from engine.layers.exact_products import ExactProducts
 from engine.layers.expert_router import ExpertRouter
 from engine.layers.latent_attention import LatentAttention
 from engine.layers.linear import Linear
-from engine.layers.moe import RoutedExperts
 
 
 def inexact_layers(model: nn.Module) -> list[str]:
@@ -27,11 +26,6 @@ def inexact_layers(model: nn.Module) -> list[str]:
     return sorted(found)
 
 
-def has_routed_experts(model: nn.Module) -> bool:
-    """Is it a mixture of experts?"""
-    return any(isinstance(layer, RoutedExperts) for layer in model.modules())
-
-
 def make_exact(model: nn.Module) -> ExactProducts:
     """All products of the model from now on. Tries the shapes of its linear layers; that of its head, the first time
     that logits are computed."""
@@ -42,6 +36,6 @@ def make_exact(model: nn.Module) -> ExactProducts:
             products.try_shape(layer.weight, layer.bias)
         if isinstance(layer, (Linear, TokenEmbedding)):
             layer.exact = products
-        if isinstance(layer, (RoutedExperts, ExpertRouter)):
+        if isinstance(layer, ExpertRouter):
             layer.is_exact = True
     return products

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.kernels.skinny_linear import MAX_ROWS, Tiling, skinny_linear
+from engine.kernels.skinny_linear import MAX_ROWS, Tiling, fitted, skinny_linear
+from engine.kernels.triton_support import shared_memory_bytes
 
 # Every number up to 64, then steps of an eighth: so many rows more cost nothing, and trials take time at start-up.
 TRIED_ROWS = (*range(1, 65), *range(72, 257, 8), *range(288, 1025, 32), *range(1152, 4097, 128))
@@ -25,9 +26,13 @@ MAX_TRIED_ELEMENTS = 1 << 27  # of a result; wider products are tried with fewer
 MIN_COMPARED = 1 << 18  # elements; another order of a sum shows in one of some thousand rounded results
 MAX_TRIALS = 16  # inputs of one number of rows
 CHEAP_ROWS = 128  # padding up to here costs little: reading the weights takes longer than the product
+# Beyond, what a product may have of padding: times its rows, where one tile of our kernel would do, and where not.
+MAX_PADDING, MAX_PADDING_OF_MANY = 2, 4
 
-# By the rows they are tried with: up to one tile, and more.
-FAST_TILINGS = {MAX_ROWS: Tiling(32, 128, 4, 4), 4 * MAX_ROWS: Tiling(128, 64, 4, 4)}
+# Of our kernel for 17 to 64 rows, measured on an H200: while each multiprocessor has but one strip of W to read, narrow
+# and deep ones. And for more rows.
+NARROW, WIDE, FOR_MANY_ROWS = Tiling(32, 256, 4, 4), Tiling(64, 128, 6, 4), Tiling(128, 64, 4, 4)
+NUM_MULTIPROCESSORS = 132  # of an H200
 
 _Shape = tuple[int, int, bool]  # out_features, in_features, has a bias
 
@@ -61,7 +66,8 @@ class ExactProducts:
         if num_rows > largest:
             return self._in_parts(x, weight, bias, plan)
         count = counts[bisect_left(counts, num_rows)]
-        if count > max(CHEAP_ROWS, 2 * num_rows):
+        most = num_rows * (MAX_PADDING if num_rows <= MAX_ROWS else MAX_PADDING_OF_MANY)
+        if count > max(CHEAP_ROWS, most):
             return skinny_linear(x, weight, bias, tiling=plan.tiling(num_rows))
         if count > num_rows:
             x = torch.cat((x, x.new_empty(count - num_rows, x.shape[1])))  # rows that nobody reads
@@ -107,9 +113,16 @@ def make_plan(weight: torch.Tensor, bias: torch.Tensor | None) -> ShapePlan:
         return ShapePlan(library_rows)  # our kernel is not needed
     few, many = (
         tiling if _has_our_bits(weight, bias, tiling, num_rows) else None
-        for num_rows, tiling in FAST_TILINGS.items()
+        for num_rows, tiling in fast_tilings(len(weight), shared_memory_bytes(weight.device)).items()
     )
     return ShapePlan(library_rows, few, many)
+
+
+def fast_tilings(out_features: int, shared_bytes: int) -> dict[int, Tiling]:
+    """By the rows they are tried with: up to one tile, and more."""
+    few = NARROW if out_features <= NARROW.block_n * NUM_MULTIPROCESSORS else WIDE
+    tilings = {MAX_ROWS: few, 4 * MAX_ROWS: FOR_MANY_ROWS}
+    return {rows: fitted(tiling, MAX_ROWS, False, shared_bytes) for rows, tiling in tilings.items()}
 
 
 def _has_our_bits(weight: torch.Tensor, bias: torch.Tensor | None, tiling: Tiling, num_rows: int) -> bool:

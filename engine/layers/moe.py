@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from engine.kernels.expert_linear import expert_linear_triton, weighted_sum_triton
 from engine.kernels.gated_activation import ActivationName, gated_activation
-from engine.kernels.grouped_linear import group_pairs, grouped_linear, sort_pairs
-from engine.layers.linear import HALF_TYPES, is_skinny
+from engine.kernels.group_pairs import group_pairs, sort_pairs_reference
+from engine.kernels.grouped_linear import grouped_linear
+from engine.kernels.weighted_sum import weighted_sum, weighted_sum_reference
 
 
 class RoutedExperts(nn.Module):
@@ -30,7 +27,6 @@ class RoutedExperts(nn.Module):
     ) -> None:
         super().__init__()
         self.num_experts = num_experts
-        self.is_exact = False  # set where numerics are exact
         self._activation = activation
 
         def empty(*shape: int) -> nn.Parameter:
@@ -45,59 +41,30 @@ class RoutedExperts(nn.Module):
 
         The k outputs of a token are summed in the order of its `expert_ids`, whatever the other tokens are.
         """
-        num_tokens, k = expert_ids.shape
-        chosen = expert_ids.flatten()
+        shape = (*expert_ids.shape, x.shape[1])
         if x.is_cpu:
-            outputs = self._run_sorted(x, chosen, k, self._run_one_by_one)
-            return (outputs.view(num_tokens, k, -1) * weights[:, :, None]).sum(dim=1).to(x.dtype)
-        outputs = self._run_on_device(x.contiguous(), chosen, k)
-        return weighted_sum_triton(outputs.view(num_tokens, k, -1), weights.contiguous())
+            return weighted_sum_reference(self._run_on_host(x, expert_ids).view(shape), weights)
+        outputs = self._run_on_device(x.contiguous(), expert_ids)
+        return weighted_sum(outputs.view(shape), weights.contiguous())
 
-    def _run_on_device(self, x: torch.Tensor, chosen: torch.Tensor, k: int) -> torch.Tensor:
-        """As `_run_sorted`. In exact numerics one kernel computes any number of rows."""
-        if x.dtype not in HALF_TYPES or (is_skinny(x) and not self.is_exact):
-            hidden = gated_activation(expert_linear_triton(x, self.gate_up, chosen), self._activation)
-            return expert_linear_triton(hidden, self.down, chosen)
-        if x.dtype == torch.bfloat16 and _has_grouped_product(x.device) and not self.is_exact:
-            return self._run_sorted(x, chosen, k, self._run_grouped)
-        pairs = group_pairs(chosen, self.num_experts)
+    def _run_on_device(self, x: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
+        """An output for each of expert_ids, row by row: [num_tokens * k, hidden_size]."""
+        pairs = group_pairs(expert_ids, self.num_experts)
         hidden = grouped_linear(x, self.gate_up, pairs, activation=self._activation)
         return grouped_linear(hidden, self.down, pairs)
 
-    def _run_sorted(
-        self,
-        x: torch.Tensor,
-        chosen: torch.Tensor,
-        k: int,
-        run: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-    ) -> torch.Tensor:
-        """x: [num_tokens, hidden_size]; chosen: [num_tokens * k] int64, the experts token by token. Returns an output
-        for each of these, [num_tokens * k, hidden_size]."""
-        order, ends = sort_pairs(chosen, self.num_experts)
-        outputs = run(x[order // k], ends)
-        return torch.empty_like(outputs).index_copy_(0, order, outputs)
-
-    def _run_grouped(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """x: [n, hidden_size], by expert; ends: [num_experts] int32. Returns the shape of x."""
-        hidden = gated_activation(F.grouped_mm(x, self.gate_up.transpose(1, 2), offs=ends), self._activation)
-        return F.grouped_mm(hidden, self.down.transpose(1, 2), offs=ends)
-
-    def _run_one_by_one(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """As `_run_grouped`."""
-        parts = []
+    def _run_on_host(self, x: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
+        """As `_run_on_device`."""
+        order, ends = sort_pairs_reference(expert_ids.flatten(), self.num_experts)
+        x = x[order // expert_ids.shape[1]]
+        outputs = torch.empty_like(x)
         begin = 0
         for expert, end in enumerate(ends.tolist()):  # sync: host memory
             if end > begin:
-                parts.append(self._run_expert(expert, x[begin:end]))
+                outputs[order[begin:end]] = self._run_expert(expert, x[begin:end])
             begin = end
-        return torch.cat(parts)
+        return outputs
 
     def _run_expert(self, expert: int, x: torch.Tensor) -> torch.Tensor:
         hidden = gated_activation(F.linear(x, self.gate_up[expert]), self._activation)
         return F.linear(hidden, self.down[expert])
-
-
-@functools.cache
-def _has_grouped_product(device: torch.device) -> bool:
-    """Is the library's one launch there? Elsewhere, on later devices too, the host waits and loops over the groups."""
-    return torch.cuda.get_device_capability(device)[0] in (9, 10)

@@ -9,14 +9,14 @@ import torch
 from engine.attention.registry import make_attention_backend
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.layers.exact import has_routed_experts, inexact_layers, make_exact
+from engine.layers.exact import inexact_layers, make_exact
 from engine.models.loader import LoadedModel
 
 
 def set_numerics(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> Literal["exact", "fast"]:
     """Switch the target over if numerics are to be exact; what they are. Raises ConfigError where they cannot be."""
-    if config.numerics == "fast" or (config.numerics == "auto" and has_routed_experts(loaded.model)):
-        return "fast"  # what exact ones cost with experts has not been measured
+    if config.numerics == "fast":
+        return "fast"
     obstacle = _obstacle(config, loaded, device)
     if obstacle is None:
         make_exact(loaded.model)

@@ -117,14 +117,15 @@ def test_products_of_normed_rows(bias: bool, size: int) -> None:
     assert torch.equal(layer(norm.pending(x)), layer(norm(x)))
 
 
-def test_heads() -> None:
-    products, x, weight = ExactProducts(), random(700, 576), random(49152, 576, seed=1)
+@pytest.mark.parametrize("shape", [(49152, 576), (70000, 1024)], ids=["small", "of many columns"])
+def test_heads(shape: tuple[int, int]) -> None:
+    products, x, weight = ExactProducts(), random(700, shape[1]), random(*shape, seed=1)
     assert_rows_are_independent(lambda rows: products.linear(x[rows], weight, None), 700)
 
 
 @pytest.mark.parametrize("size", [64, 2048])
 def test_experts(size: int) -> None:
-    """Each pair a tile of its own, tiles of 16 rows and of 64, by the number of rows."""
+    """A row's pairs each for itself, tiles of 16, 32, 64 and 128 rows, by the number of rows."""
     num_experts, choices, num_rows = 24, 3, 1024
     experts = RoutedExperts(num_experts, size, 96, activation="silu", dtype=DTYPE, device=DEVICE)
     for parameter in experts.parameters():

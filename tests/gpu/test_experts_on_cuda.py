@@ -1,4 +1,4 @@
-"""Routed experts on a GPU, by each way of computing them, against the definition."""
+"""Routed experts on a GPU against the definition."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from engine.layers.moe import RoutedExperts
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize(
-    ("dtype", "is_exact"),
-    [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, False), (torch.float32, False)],
-    ids=str,
-)
-@pytest.mark.parametrize("num_tokens", [1, 7, 16, 17, 80, 300])
-def test_experts_equal_the_definition(num_tokens: int, dtype: torch.dtype, is_exact: bool) -> None:
+TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-6, torch.float64: 1e-14}
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 7, 80, 200, 400, 1000], ids="{} tokens".format)
+def test_experts_equal_the_definition(num_tokens: int, dtype: torch.dtype) -> None:
+    """Tiles of their own, and of 16, 32, 64 and 128 rows."""
     generator = torch.Generator().manual_seed(num_tokens)
     num_experts, hidden_size, top_k = 20, 64, 3
     device = torch.device("cuda")
     experts = RoutedExperts(num_experts, hidden_size, 96, activation="silu", dtype=dtype, device=device)
-    experts.is_exact = is_exact
     for parameter in experts.parameters():
         parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
     x = torch.randn(num_tokens, hidden_size, generator=generator).to(device, dtype)
@@ -36,4 +35,4 @@ def test_experts_equal_the_definition(num_tokens: int, dtype: torch.dtype, is_ex
     expected = reference(x.double().cpu(), ids, weights.double())
     actual = experts(x, ids.to(device), weights.to(device))
     assert actual.dtype == dtype
-    assert (actual.double().cpu() - expected).norm() < 1e-2 * expected.norm()
+    assert (actual.double().cpu() - expected).norm() < TOLERANCE[dtype] * expected.norm()

@@ -332,7 +332,8 @@ def test_ngram_lookup(min_n: int, max_n: int, k: int) -> None:
 
 
 def test_tilings_of_smaller_devices_have_fewer_loads_under_way() -> None:
-    large = choose_tiling(4096, 1, is_gated=True, shared_bytes=232_448)
-    small = choose_tiling(4096, 1, is_gated=True, shared_bytes=101_376)  # such as Ada's
-    assert (large.num_stages, small.num_stages) == (3, 2)
-    assert replace(small, num_stages=3) == large
+    for is_gated, shared_bytes in ((False, 65_536), (True, 49_152)):
+        large = choose_tiling(4096, 4096, 1, is_gated, shared_bytes=232_448)  # Hopper's
+        small = choose_tiling(4096, 4096, 1, is_gated, shared_bytes)
+        assert (large.num_stages, small.num_stages) == (3, 2)
+        assert replace(small, num_stages=3) == large

@@ -117,7 +117,7 @@ def test_forms_by_the_work() -> None:
 
 
 def test_tiles_are_lower_where_shared_memory_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_form, "_wide_tiles_sum_alike", lambda device: True)
+    monkeypatch.setattr(attention_form, "wide_tiles_sum_alike", lambda device: True)
     shape, device = HeadShape(2, 256, 2), torch.device("cpu")
     bounds = {"num_reqs": 1, "num_kv_heads": 2, "max_query_len": 500, "max_seq_len": 500}
     for num_bytes, num_rows in ((232448, 64), (101376, 32)):

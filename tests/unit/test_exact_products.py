@@ -17,7 +17,6 @@ from engine.layers.exact import inexact_layers, make_exact
 from engine.layers.exact_products import ExactProducts, ShapePlan, find_library_rows
 from engine.layers.expert_router import ExpertRouter
 from engine.layers.linear import Linear
-from engine.layers.moe import RoutedExperts
 from engine.models.loader import load_model
 from engine.worker.numerics import set_numerics
 from tests.support.engine_harness import scripted_model
@@ -147,20 +146,20 @@ def test_what_has_no_exact_form_is_named(kind: TinyMoEKind, expected: list[str],
     assert inexact_layers(load_model(config, device=CPU).model) == expected
 
 
-@pytest.mark.parametrize("numerics", ["auto", "exact"])
-def test_experts_are_switched_over_if_that_is_asked_for(
+@pytest.mark.parametrize("numerics", ["auto", "exact", "fast"])
+def test_routers_are_switched_over(
     numerics: NumericsName, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """`auto` leaves them fast: what exact ones cost is not known."""
+    """Experts have one form only."""
     monkeypatch.setattr("engine.worker.numerics._obstacle", lambda *_: None)  # as on a device
     monkeypatch.setattr(ExactProducts, "try_shape", lambda *_: ShapePlan(()))
     path = make_tiny_moe(tmp_path / "model", "glm4_moe_norm")
     loaded = load_model(ModelConfig(model=str(path)), device=CPU)
     monkeypatch.setattr(loaded.model, "compute_logits", lambda _: None)
     config = engine_config(model={"model": str(path)}, numerics=numerics)
-    assert set_numerics(config, loaded, CPU) == ("exact" if numerics == "exact" else "fast")
-    layers = [layer for layer in loaded.model.modules() if isinstance(layer, (RoutedExperts, ExpertRouter))]
-    assert [layer.is_exact for layer in layers] == [numerics == "exact"] * 4
+    assert set_numerics(config, loaded, CPU) == ("fast" if numerics == "fast" else "exact")
+    routers = [layer for layer in loaded.model.modules() if isinstance(layer, ExpertRouter)]
+    assert [router.is_exact for router in routers] == [numerics != "fast"] * 2
 
 
 def test_exact_numerics_need_a_device_that_has_them() -> None:
