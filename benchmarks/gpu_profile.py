@@ -2,7 +2,8 @@
 
 python -m benchmarks.gpu_profile [--geometry smollm2-135m] [--speculator none] [--batch 1 64] [--prefill 4096]
 
-50 steps under torch's profiler, which itself costs host time: the phases are of 50 other steps without it.
+50 steps under torch's profiler, which itself costs host time: the phases are of 50 other steps without it. A kernel's
+time counts from the end of those before it, as it may be on the device before it may begin.
 `--prefill N`: also the step that computes a prompt of N tokens.
 """
 
@@ -12,7 +13,7 @@ import argparse
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import get_args
 
 import torch
@@ -105,12 +106,14 @@ def _show_kernels(step: Callable[[], object], num_steps: int) -> None:
             step()
         torch.cuda.synchronize()
     events = [event for event in profiler.events() if str(event.device_type).endswith("CUDA")]
+    events.sort(key=lambda event: event.time_range.start)
+    spans = [(event.time_range.start, event.time_range.end) for event in events]
+    own = own_times(spans)
     times: defaultdict[str, list[float]] = defaultdict(list)
-    for event in events:
-        times[event.name].append(event.time_range.elapsed_us())
-    first = min(event.time_range.start for event in events)
-    last = max(event.time_range.end for event in events)
-    busy = sum(map(sum, times.values()))
+    for event, us in zip(events, own, strict=True):
+        times[event.name].append(us)
+    first, last = spans[0][0], max(end for _, end in spans)
+    busy = sum(own)
     print(
         f"device busy {busy / (last - first):.1%} of the time under the profiler; "
         f"{len(events) / num_steps:.0f} launches and {busy / num_steps / 1e3:.3f} ms a step"
@@ -120,6 +123,16 @@ def _show_kernels(step: Callable[[], object], num_steps: int) -> None:
             f"  {sum(values) / num_steps / 1e3:7.3f} ms a step  {len(values) / num_steps:6.1f} x "
             f"{statistics.median(values):7.2f} us  {name[:90]}"
         )
+
+
+def own_times(spans: Sequence[tuple[float, float]]) -> list[float]:
+    """Of kernels in the order of their starts, (start, end): how long each ran after all before it had ended. One that
+    begins early (engine/kernels/dependent_launch.py) waits until then; the sum is the time in which anything ran."""
+    own, latest = [], float("-inf")
+    for start, end in spans:
+        own.append(max(end - max(start, latest), 0.0))
+        latest = max(latest, end)
+    return own
 
 
 if __name__ == "__main__":

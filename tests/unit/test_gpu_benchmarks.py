@@ -11,6 +11,7 @@ import pytest
 from benchmarks import gpu_service, gpu_steps, sanitizer_run
 from benchmarks.geometries import DRAFTERS, GEOMETRIES, with_layers
 from benchmarks.gpu_engine import Setup
+from benchmarks.gpu_profile import own_times
 from server.bench.schema import read_result
 
 # What a geometry has of these is replaced; what it is made of otherwise stays.
@@ -152,3 +153,14 @@ def test_a_rehearsal_has_fewer_layers_of_every_kind() -> None:
     assert json.dumps(row) == json.dumps(
         {"geometry": "llama-3.1-8b", "speculator": "none", "num_drafts": 0, "num_layers": 2}
     )
+
+
+def test_kernels_that_begin_early_are_not_counted_twice() -> None:
+    spans = [
+        (0.0, 2.0),
+        (1.0, 3.0),
+        (1.5, 1.8),
+        (5.0, 6.0),
+    ]  # one waits for the first, one runs beside, a gap
+    assert own_times(spans) == [2.0, 1.0, 0.0, 1.0]
+    assert own_times([]) == []
