@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from engine.kernels.choose_experts import SMALLEST_SUM, Scoring, choose_experts
+from engine.kernels.choose_experts import Scoring, choose_experts
 from engine.kernels.skinny_linear import Tiling, skinny_linear
 
 _EXACT_TILING = Tiling(block_n=16, block_k=32, num_stages=2, num_warps=4)  # in float32, without tensor cores
@@ -55,46 +55,22 @@ class ExpertRouter(nn.Module):
         """x: [num_tokens, hidden_size]. Returns expert ids [num_tokens, top_k] int64 and weights of the same shape,
         float32 (float64 for a float64 model)."""
         routing = self._routing
-        logits = self._logits(x.to(self.weight.dtype))
-        if not self.has_groups:
-            return choose_experts(
-                logits,
-                self.correction,
-                top_k=routing.top_k,
-                scoring=routing.scoring,
-                normalises=routing.normalises,
-                scale=routing.scale,
-            )
-        scores = logits.sigmoid() if routing.scoring == "sigmoid" else logits.softmax(dim=-1)
-        choice = self._within_best_groups(scores if self.correction is None else scores + self.correction)
-        expert_ids = choice.topk(routing.top_k, dim=-1).indices
-        weights = scores.gather(1, expert_ids)
-        if routing.normalises:
-            weights = weights / (weights.sum(dim=-1, keepdim=True) + SMALLEST_SUM)
-        return expert_ids, weights * routing.scale
-
-    @property
-    def has_groups(self) -> bool:
-        """Are experts chosen within the best groups only?"""
-        return self._routing.num_groups > 1
+        return choose_experts(
+            self._logits(x.to(self.weight.dtype)),
+            self.correction,
+            top_k=routing.top_k,
+            scoring=routing.scoring,
+            normalises=routing.normalises,
+            scale=routing.scale,
+            num_groups=routing.num_groups,
+            num_chosen_groups=routing.num_chosen_groups,
+        )
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         """[num_tokens, num_experts]"""
         if self.is_exact:
             return skinny_linear(x.contiguous(), self.weight, tiling=_EXACT_TILING)
         return F.linear(x, self.weight)
-
-    def _within_best_groups(self, choice: torch.Tensor) -> torch.Tensor:
-        """-inf outside the best groups. A group is worth its best expert, or its two best where there is a correction.
-
-        choice: [num_tokens, num_experts]; returns the same shape.
-        """
-        groups = choice.view(len(choice), self._routing.num_groups, -1)
-        num_summed = 1 if self.correction is None else 2
-        worth = groups.topk(num_summed, dim=-1).values.sum(dim=-1)  # [num_tokens, num_groups]
-        chosen = worth.topk(self._routing.num_chosen_groups, dim=-1).indices
-        is_out = torch.ones_like(worth, dtype=torch.bool).scatter(1, chosen, False)
-        return groups.masked_fill(is_out[:, :, None], float("-inf")).view_as(choice)
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
         yield f"{prefix}weight", self.weight

@@ -123,14 +123,15 @@ def test_heads(shape: tuple[int, int]) -> None:
     assert_rows_are_independent(lambda rows: products.linear(x[rows], weight, None), 700)
 
 
+@pytest.mark.parametrize("num_groups", [1, 4])
 @pytest.mark.parametrize("size", [64, 2048])
-def test_experts(size: int) -> None:
+def test_experts(size: int, num_groups: int) -> None:
     """A row's pairs each for itself, tiles of 16, 32, 64 and 128 rows, by the number of rows."""
     num_experts, choices, num_rows = 24, 3, 1024
     experts = RoutedExperts(num_experts, size, 96, activation="silu", dtype=DTYPE, device=DEVICE)
     for parameter in experts.parameters():
         parameter.copy_(random(*parameter.shape, seed=1) * parameter.shape[-1] ** -0.5)
-    router = ExpertRouter(routing(num_experts, choices), size, dtype=DTYPE, device=DEVICE)
+    router = ExpertRouter(routing(num_experts, choices, num_groups), size, dtype=DTYPE, device=DEVICE)
     router.weight.copy_(random(num_experts, size, seed=2))
     make_exact(torch.nn.ModuleList((experts, router)))
     x = random(num_rows, size)
@@ -138,12 +139,12 @@ def test_experts(size: int) -> None:
     assert_rows_are_independent(lambda rows: experts(x[rows], *router(x[rows])), num_rows)
 
 
-def routing(num_experts: int, choices: int) -> Routing:
+def routing(num_experts: int, choices: int, num_groups: int) -> Routing:
     return Routing(
         num_experts=num_experts,
         top_k=choices,
-        num_groups=1,
-        num_chosen_groups=1,
+        num_groups=num_groups,
+        num_chosen_groups=1 if num_groups == 1 else 2,
         scoring="softmax",
         is_corrected=False,
         normalises=True,
@@ -157,12 +158,12 @@ def dummy_model(folder: Path, geometry: str, num_layers: int) -> Path:
     return folder
 
 
-@pytest.fixture(params=["llama", "gemma4_ple", "gemma4_moe", "glm4_moe_norm", "smollm2-135m"])
+@pytest.fixture(params=["llama", "gemma4_ple", "gemma4_moe", "glm4_moe", "glm4_moe_norm", "smollm2-135m"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
     """Tiny ones, and the geometry of a real one with random weights."""
     if request.param in GEOMETRIES:
         path, load_format = dummy_model(tmp_path_factory.mktemp("dummy"), request.param, 4), "dummy"
-    elif request.param == "glm4_moe_norm":
+    elif request.param.startswith("glm4_moe"):
         path, load_format = make_tiny_moe(tmp_path_factory.mktemp("moe"), request.param), "auto"
     else:
         path, load_format = shared_workshop(tmp_path_factory, request.param).target_path, "auto"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
@@ -16,14 +19,24 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("is_corrected", [False, True])
 @pytest.mark.parametrize(
-    ("num_tokens", "num_experts", "top_k", "normalises"),
-    [(1, 64, 6, True), (5, 7, 3, False), (3, 8, 1, True), (2, 160, 8, False)],
+    ("num_tokens", "num_experts", "top_k", "normalises", "groups"),
+    [
+        (1, 64, 6, True, (1, 1)),
+        (5, 7, 3, False, (1, 1)),
+        (3, 8, 1, True, (1, 1)),
+        (2, 160, 8, False, (1, 1)),
+        (5, 256, 8, True, (8, 4)),
+        (7, 30, 3, False, (5, 2)),
+        (4, 12, 4, True, (3, 3)),
+        (3, 160, 6, False, (8, 3)),
+    ],
 )
 def test_choose_experts(
     num_tokens: int,
     num_experts: int,
     top_k: int,
     normalises: bool,
+    groups: tuple[int, int],
     is_corrected: bool,
     scoring: Scoring,
     dtype: torch.dtype,
@@ -34,6 +47,7 @@ def test_choose_experts(
         torch.randn(num_experts, generator=generator, dtype=dtype).to(DEVICE) if is_corrected else None
     )
     arguments = {"top_k": top_k, "scoring": scoring, "normalises": normalises, "scale": 2.5}
+    arguments |= {"num_groups": groups[0], "num_chosen_groups": groups[1]}
     expected_ids, expected_weights = choose_experts_reference(logits, correction, **arguments)  # type: ignore[arg-type]
     expert_ids, weights = choose_experts_triton(logits, correction, **arguments)  # type: ignore[arg-type]
     assert torch.equal(expert_ids, expected_ids)
@@ -48,6 +62,23 @@ def test_of_equals_the_lowest_ids_are_chosen() -> None:
         assert expert_ids.tolist() == [[1, 4, 0, 2]]
 
 
+@pytest.mark.parametrize("choose", [choose_experts_reference, choose_experts_triton])
+@pytest.mark.parametrize("is_corrected", [False, True])
+def test_experts_come_from_the_best_groups(choose: Callable[..., Any], is_corrected: bool) -> None:
+    """Three groups of three. By its best expert the first one is best, by its two best the second; the last expert of
+    all is better than what is left in either."""
+    logits = torch.tensor([[3.0, -9, -9, 2.9, 2.8, -9, -9, -9, 2.0]], device=DEVICE)
+    correction = torch.zeros(9, device=DEVICE) if is_corrected else None
+    options = {"top_k": 3, "scoring": "sigmoid", "normalises": False, "scale": 1.0, "num_groups": 3}
+    expert_ids, _ = choose(logits, correction, **options, num_chosen_groups=1)
+    assert expert_ids.tolist() == ([[3, 4, 5]] if is_corrected else [[0, 1, 2]])
+    expert_ids, _ = choose(logits, correction, **options, num_chosen_groups=3)
+    assert expert_ids.tolist() == [[0, 3, 4]]
+    equal = torch.zeros(1, 9, device=DEVICE)
+    expert_ids, _ = choose(equal, correction, **{**options, "top_k": 6}, num_chosen_groups=2)
+    assert expert_ids.tolist() == [[0, 1, 2, 3, 4, 5]]
+
+
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("is_corrected", [False, True])
@@ -59,5 +90,16 @@ def test_rows_with_nan_have_experts_too(is_corrected: bool, scoring: Scoring) ->
     for choose in (choose_experts_reference, choose_experts_triton):
         expert_ids, _ = choose(logits, correction, top_k=3, scoring=scoring, normalises=True, scale=1.0)
         assert expert_ids[[0, 2]].tolist() == [[0, 1, 2]] * 2
+        grouped, _ = choose(
+            logits,
+            correction,
+            top_k=3,
+            scoring=scoring,
+            normalises=True,
+            scale=1.0,
+            num_groups=5,
+            num_chosen_groups=2,
+        )
+        assert grouped[[0, 2]].tolist() == [[0, 1, 2]] * 2
         if scoring == "sigmoid":  # softmax makes the whole row NaN
             assert expert_ids[1].tolist() == [7, 150, 0]

@@ -136,9 +136,9 @@ def test_a_model_is_switched_over_with_all_its_linear_layers(library: Library) -
     ("kind", "expected"),
     [
         ("glm4_moe_norm", []),
-        ("glm4_moe", ["groups of experts"]),
+        ("glm4_moe", []),
         ("deepseek_v2", ["latent attention"]),
-        ("deepseek_v3", ["groups of experts", "latent attention"]),
+        ("deepseek_v3", ["latent attention"]),
     ],
 )
 def test_what_has_no_exact_form_is_named(kind: TinyMoEKind, expected: list[str], tmp_path: Path) -> None:
