@@ -14,6 +14,7 @@ Shapes: logits [num_tokens, num_experts] dense; correction [num_experts]; expert
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -25,30 +26,36 @@ SMALLEST_SUM = 1e-20  # added where weights are divided by their sum
 Scoring = Literal["softmax", "sigmoid"]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """How experts are chosen and weighted."""
+
+    num_experts: int
+    top_k: int
+    num_groups: int = 1  # equal parts of the experts; 1: no groups
+    num_chosen_groups: int = 1
+    scoring: Scoring
+    is_corrected: bool = False  # is there a bias that is added for the choice, not for the weights?
+    normalises: bool  # are a token's weights divided by their sum?
+    scale: float = 1.0  # of all weights
+
+
 def choose_experts_reference(
-    logits: torch.Tensor,
-    correction: torch.Tensor | None,
-    *,
-    top_k: int,
-    scoring: Scoring,
-    normalises: bool,
-    scale: float,
-    num_groups: int = 1,
-    num_chosen_groups: int = 1,
+    logits: torch.Tensor, correction: torch.Tensor | None, routing: Routing
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    scores = logits.sigmoid() if scoring == "sigmoid" else logits.softmax(dim=-1)
+    scores = logits.sigmoid() if routing.scoring == "sigmoid" else logits.softmax(dim=-1)
     choice = scores if correction is None else scores + correction
-    if num_groups > 1:
-        groups = choice.view(len(choice), num_groups, -1)
+    if routing.num_groups > 1:
+        groups = choice.view(len(choice), routing.num_groups, -1)
         worth = groups.topk(1 if correction is None else 2, dim=-1).values.sum(dim=-1)
-        chosen = worth.sort(dim=-1, descending=True, stable=True).indices[:, :num_chosen_groups]
+        chosen = worth.sort(dim=-1, descending=True, stable=True).indices[:, : routing.num_chosen_groups]
         is_out = torch.ones_like(worth, dtype=torch.bool).scatter(1, chosen, False)
         choice = groups.masked_fill(is_out[:, :, None], float("-inf")).view_as(choice)
-    expert_ids = choice.sort(dim=-1, descending=True, stable=True).indices[:, :top_k].contiguous()
+    expert_ids = choice.sort(dim=-1, descending=True, stable=True).indices[:, : routing.top_k].contiguous()
     weights = scores.gather(1, expert_ids)
-    if normalises:
+    if routing.normalises:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + SMALLEST_SUM)
-    return expert_ids, weights * scale
+    return expert_ids, weights * routing.scale
 
 
 @jit
@@ -120,38 +127,31 @@ def _choose_experts_kernel(
 
 
 def choose_experts_triton(
-    logits: torch.Tensor,
-    correction: torch.Tensor | None,
-    *,
-    top_k: int,
-    scoring: Scoring,
-    normalises: bool,
-    scale: float,
-    num_groups: int = 1,
-    num_chosen_groups: int = 1,
+    logits: torch.Tensor, correction: torch.Tensor | None, routing: Routing
 ) -> tuple[torch.Tensor, torch.Tensor]:
     num_tokens, num_experts = logits.shape
     assert logits.is_contiguous()
-    assert num_experts % num_groups == 0
-    expert_ids = torch.empty(num_tokens, top_k, dtype=torch.int64, device=logits.device)
-    weights = torch.empty(num_tokens, top_k, dtype=logits.dtype, device=logits.device)
+    assert num_experts == routing.num_experts
+    assert num_experts % routing.num_groups == 0
+    expert_ids = torch.empty(num_tokens, routing.top_k, dtype=torch.int64, device=logits.device)
+    weights = torch.empty(num_tokens, routing.top_k, dtype=logits.dtype, device=logits.device)
     _choose_experts_kernel[(num_tokens,)](
         logits,
         logits if correction is None else correction,
         expert_ids,
         weights,
         NUM_EXPERTS=num_experts,
-        NUM_GROUPS=num_groups,
-        NUM_CHOSEN_GROUPS=num_chosen_groups,
-        TOP_K=top_k,
-        GROUPS_PAD=next_power_of_2(num_groups),
-        SIZE_PAD=next_power_of_2(num_experts // num_groups),
-        BLOCK_K=next_power_of_2(top_k),
-        IS_SIGMOID=scoring == "sigmoid",
+        NUM_GROUPS=routing.num_groups,
+        NUM_CHOSEN_GROUPS=routing.num_chosen_groups,
+        TOP_K=routing.top_k,
+        GROUPS_PAD=next_power_of_2(routing.num_groups),
+        SIZE_PAD=next_power_of_2(num_experts // routing.num_groups),
+        BLOCK_K=next_power_of_2(routing.top_k),
+        IS_SIGMOID=routing.scoring == "sigmoid",
         IS_CORRECTED=correction is not None,
-        NORMALISES=normalises,
+        NORMALISES=routing.normalises,
         SMALLEST_SUM=SMALLEST_SUM,
-        SCALE=scale,
+        SCALE=routing.scale,
         num_warps=1 if num_experts <= 128 else 4,
         **launch_options(logits.device),
     )
@@ -159,25 +159,8 @@ def choose_experts_triton(
 
 
 def choose_experts(
-    logits: torch.Tensor,
-    correction: torch.Tensor | None,
-    *,
-    top_k: int,
-    scoring: Scoring,
-    normalises: bool,
-    scale: float,
-    num_groups: int = 1,
-    num_chosen_groups: int = 1,
+    logits: torch.Tensor, correction: torch.Tensor | None, routing: Routing
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See the module docstring."""
     choose = choose_experts_triton if logits.is_cuda else choose_experts_reference
-    return choose(
-        logits,
-        correction,
-        top_k=top_k,
-        scoring=scoring,
-        normalises=normalises,
-        scale=scale,
-        num_groups=num_groups,
-        num_chosen_groups=num_chosen_groups,
-    )
+    return choose(logits, correction, routing)

@@ -8,30 +8,15 @@ their last digits.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from engine.kernels.choose_experts import Scoring, choose_experts
+from engine.kernels.choose_experts import Routing, choose_experts
 from engine.kernels.skinny_linear import Tiling, skinny_linear
 
 _EXACT_TILING = Tiling(block_n=16, block_k=32, num_stages=2, num_warps=4)  # in float32, without tensor cores
-
-
-@dataclass(frozen=True, kw_only=True)
-class Routing:
-    """How experts are chosen and weighted."""
-
-    num_experts: int
-    top_k: int
-    num_groups: int  # equal parts of the experts; 1: no groups
-    num_chosen_groups: int
-    scoring: Scoring
-    is_corrected: bool  # is there a bias that is added for the choice, not for the weights?
-    normalises: bool  # are a token's weights divided by their sum?
-    scale: float  # of all weights
 
 
 class ExpertRouter(nn.Module):
@@ -54,17 +39,7 @@ class ExpertRouter(nn.Module):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """x: [num_tokens, hidden_size]. Returns expert ids [num_tokens, top_k] int64 and weights of the same shape,
         float32 (float64 for a float64 model)."""
-        routing = self._routing
-        return choose_experts(
-            self._logits(x.to(self.weight.dtype)),
-            self.correction,
-            top_k=routing.top_k,
-            scoring=routing.scoring,
-            normalises=routing.normalises,
-            scale=routing.scale,
-            num_groups=routing.num_groups,
-            num_chosen_groups=routing.num_chosen_groups,
-        )
+        return choose_experts(self._logits(x.to(self.weight.dtype)), self.correction, self._routing)
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         """[num_tokens, num_experts]"""

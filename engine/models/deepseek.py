@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import torch
 
 from engine.errors import CheckpointError
+from engine.kernels.choose_experts import Routing
 from engine.kv_spec import KVGroupSpec
-from engine.layers.expert_router import Routing
 from engine.layers.latent_attention import LatentAttention, LatentGeometry
 from engine.layers.rotary import RopeConfig
 from engine.models.decoder_config import flag, number, positive_int, read_rope
@@ -140,7 +140,6 @@ def read_softmax_routing(raw: Mapping[str, Any]) -> Routing:
             num_groups=num_groups,
             num_chosen_groups=1 if method == "greedy" else positive_int(raw, "topk_group"),
             scoring="softmax",
-            is_corrected=False,
             normalises=False,
             scale=number("routed_scaling_factor", raw.get("routed_scaling_factor", 1.0)),
         )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from engine.kernels.choose_experts import choose_experts
+from engine.kernels.choose_experts import Routing, choose_experts
 from engine.layers.linear import Linear
 from engine.layers.moe import RoutedExperts
 from engine.layers.norm import GemmaRMSNorm, normalise
@@ -33,20 +33,14 @@ class GemmaRouter(nn.Module):
         self.per_expert_scale = nn.Parameter(
             torch.empty(num_experts, dtype=dtype, device=device), requires_grad=False
         )
-        self._top_k = top_k
+        self._routing = Routing(num_experts=num_experts, top_k=top_k, scoring="softmax", normalises=True)
         self._eps = eps
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """x: [num_tokens, hidden_size]. Returns expert ids [num_tokens, k] int64 and weights of the same shape."""
         logits = self.proj(normalise(x, self._eps) * self.scale * x.shape[-1] ** -0.5)
-        expert_ids, weights = choose_experts(
-            logits.to(torch.promote_types(x.dtype, torch.float32)),
-            None,
-            top_k=self._top_k,
-            scoring="softmax",
-            normalises=True,
-            scale=1.0,
-        )
+        logits = logits.to(torch.promote_types(x.dtype, torch.float32))
+        expert_ids, weights = choose_experts(logits, None, self._routing)
         return expert_ids, weights * self.per_expert_scale[expert_ids]
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import CheckpointError
-from engine.layers.expert_router import Routing
+from engine.kernels.choose_experts import Routing
 from engine.layers.rotary import RopeConfig
 from engine.models.decoder_config import flag, number, positive_int
 

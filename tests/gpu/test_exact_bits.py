@@ -12,10 +12,11 @@ import torch
 from benchmarks.geometries import GEOMETRIES, with_layers
 from engine.attention.triton_backend import TritonAttentionBackend
 from engine.config import ModelConfig
+from engine.kernels.choose_experts import Routing
 from engine.kernels.skinny_linear import skinny_linear
 from engine.layers.exact import make_exact
 from engine.layers.exact_products import ExactProducts
-from engine.layers.expert_router import ExpertRouter, Routing
+from engine.layers.expert_router import ExpertRouter
 from engine.layers.linear import Linear
 from engine.layers.moe import RoutedExperts
 from engine.layers.norm import RMSNorm
@@ -146,9 +147,7 @@ def routing(num_experts: int, choices: int, num_groups: int) -> Routing:
         num_groups=num_groups,
         num_chosen_groups=1 if num_groups == 1 else 2,
         scoring="softmax",
-        is_corrected=False,
         normalises=True,
-        scale=1.0,
     )
 
 

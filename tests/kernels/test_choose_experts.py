@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="triton is not installed on this platform")
 
-from engine.kernels.choose_experts import Scoring, choose_experts_reference, choose_experts_triton
+from engine.kernels.choose_experts import Routing, Scoring, choose_experts_reference, choose_experts_triton
 
+Choose = Callable[[torch.Tensor, torch.Tensor | None, Routing], tuple[torch.Tensor, torch.Tensor]]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -46,10 +47,18 @@ def test_choose_experts(
     correction = (
         torch.randn(num_experts, generator=generator, dtype=dtype).to(DEVICE) if is_corrected else None
     )
-    arguments = {"top_k": top_k, "scoring": scoring, "normalises": normalises, "scale": 2.5}
-    arguments |= {"num_groups": groups[0], "num_chosen_groups": groups[1]}
-    expected_ids, expected_weights = choose_experts_reference(logits, correction, **arguments)  # type: ignore[arg-type]
-    expert_ids, weights = choose_experts_triton(logits, correction, **arguments)  # type: ignore[arg-type]
+    routing = Routing(
+        num_experts=num_experts,
+        top_k=top_k,
+        num_groups=groups[0],
+        num_chosen_groups=groups[1],
+        scoring=scoring,
+        is_corrected=is_corrected,
+        normalises=normalises,
+        scale=2.5,
+    )
+    expected_ids, expected_weights = choose_experts_reference(logits, correction, routing)
+    expert_ids, weights = choose_experts_triton(logits, correction, routing)
     assert torch.equal(expert_ids, expected_ids)
     tolerance = 1e-12 if dtype == torch.float64 else 1e-5
     torch.testing.assert_close(weights, expected_weights, rtol=tolerance, atol=tolerance)
@@ -57,49 +66,50 @@ def test_choose_experts(
 
 def test_of_equals_the_lowest_ids_are_chosen() -> None:
     logits = torch.tensor([[0.5, 2.0, 0.5, 0.5, 2.0]], device=DEVICE)
+    routing = Routing(num_experts=5, top_k=4, scoring="softmax", normalises=False)
     for choose in (choose_experts_reference, choose_experts_triton):
-        expert_ids, _ = choose(logits, None, top_k=4, scoring="softmax", normalises=False, scale=1.0)
+        expert_ids, _ = choose(logits, None, routing)
         assert expert_ids.tolist() == [[1, 4, 0, 2]]
 
 
 @pytest.mark.parametrize("choose", [choose_experts_reference, choose_experts_triton])
 @pytest.mark.parametrize("is_corrected", [False, True])
-def test_experts_come_from_the_best_groups(choose: Callable[..., Any], is_corrected: bool) -> None:
+def test_experts_come_from_the_best_groups(choose: Choose, is_corrected: bool) -> None:
     """Three groups of three. By its best expert the first one is best, by its two best the second; the last expert of
     all is better than what is left in either."""
-    logits = torch.tensor([[3.0, -9, -9, 2.9, 2.8, -9, -9, -9, 2.0]], device=DEVICE)
     correction = torch.zeros(9, device=DEVICE) if is_corrected else None
-    options = {"top_k": 3, "scoring": "sigmoid", "normalises": False, "scale": 1.0, "num_groups": 3}
-    expert_ids, _ = choose(logits, correction, **options, num_chosen_groups=1)
+    one = Routing(num_experts=9, top_k=3, num_groups=3, scoring="sigmoid", normalises=False)
+    logits = torch.tensor([[3.0, -9, -9, 2.9, 2.8, -9, -9, -9, 2.0]], device=DEVICE)
+    expert_ids, _ = choose(logits, correction, one)
     assert expert_ids.tolist() == ([[3, 4, 5]] if is_corrected else [[0, 1, 2]])
-    expert_ids, _ = choose(logits, correction, **options, num_chosen_groups=3)
+    expert_ids, _ = choose(logits, correction, replace(one, num_chosen_groups=3))
     assert expert_ids.tolist() == [[0, 3, 4]]
     equal = torch.zeros(1, 9, device=DEVICE)
-    expert_ids, _ = choose(equal, correction, **{**options, "top_k": 6}, num_chosen_groups=2)
+    expert_ids, _ = choose(equal, correction, replace(one, num_chosen_groups=2, top_k=6))
     assert expert_ids.tolist() == [[0, 1, 2, 3, 4, 5]]
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("is_corrected", [False, True])
-def test_rows_with_nan_have_experts_too(is_corrected: bool, scoring: Scoring) -> None:
+@pytest.mark.parametrize("groups", [(1, 1), (5, 2)], ids=["no groups", "groups"])
+def test_rows_with_nan_have_experts_too(
+    is_corrected: bool, scoring: Scoring, groups: tuple[int, int]
+) -> None:
     logits = torch.zeros(3, 160, device=DEVICE)
     logits[0] = float("nan")
     logits[1, [7, 150]] = float("nan")
     correction = torch.full((160,), 0.5, device=DEVICE) if is_corrected else None
+    routing = Routing(
+        num_experts=160,
+        top_k=3,
+        num_groups=groups[0],
+        num_chosen_groups=groups[1],
+        scoring=scoring,
+        normalises=True,
+    )
     for choose in (choose_experts_reference, choose_experts_triton):
-        expert_ids, _ = choose(logits, correction, top_k=3, scoring=scoring, normalises=True, scale=1.0)
+        expert_ids, _ = choose(logits, correction, routing)
         assert expert_ids[[0, 2]].tolist() == [[0, 1, 2]] * 2
-        grouped, _ = choose(
-            logits,
-            correction,
-            top_k=3,
-            scoring=scoring,
-            normalises=True,
-            scale=1.0,
-            num_groups=5,
-            num_chosen_groups=2,
-        )
-        assert grouped[[0, 2]].tolist() == [[0, 1, 2]] * 2
         if scoring == "sigmoid":  # softmax makes the whole row NaN
             assert expert_ids[1].tolist() == [7, 150, 0]
