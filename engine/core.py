@@ -35,6 +35,11 @@ class _InFlight:
     host_draft_seconds: float
     waits_for_host: bool  # its part B is not launched yet
 
+    @property
+    def is_unwritten(self) -> bool:
+        """Would a step behind it read what it has yet to write, or, as it failed, never will?"""
+        return self.waits_for_host or bool(self.handle.failure)
+
 
 class EngineCore:
     """Requests in, step messages out. Not thread-safe: one thread calls it."""
@@ -129,8 +134,7 @@ class EngineCore:
         self._controller.close()
 
     def _launch(self) -> None:
-        # Nothing is launched behind a step whose part B is not: it would read what that has yet to write.
-        while self._scheduler.can_launch and not (self._in_flight and self._in_flight[-1].waits_for_host):
+        while self._scheduler.can_launch and not (self._in_flight and self._in_flight[-1].is_unwritten):
             started_at = time.monotonic()
             self._scheduler.make_host_drafts()
             drafted_at = time.monotonic()

@@ -5,7 +5,7 @@ buffers, and nothing that was read on the host at capture may differ at replay: 
 Managers say what runs; recording is a function that is passed in, so that buffers and padding are tested without a GPU.
 
 Capturing takes as long as several steps. A few shapes are captured before the engine is ready; the others when nothing
-else is to be done, and those that a batch asked for between two steps, at most one a second.
+else is to be done, and what the last step asked for also before the next one, at most one a second.
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ class CaptureQueue:
         self._recorder = recorder
         self._clock = clock
         self._captured_at = float("-inf")
-        self._asked: dict[tuple[int, Any], CudaGraphManager[Any]] = {}  # the latest last
+        self._asked_now: dict[tuple[int, Any], CudaGraphManager[Any]] = {}  # by the last step, in its order
+        self._asked: dict[tuple[int, Any], CudaGraphManager[Any]] = {}  # what is captured next stands last
         self._planned: deque[tuple[CudaGraphManager[Any], Any]] = deque()
         self._known: set[tuple[int, Any]] = set()  # captured, or found impossible
 
@@ -116,24 +117,27 @@ class CaptureQueue:
         self._planned.extend((manager, descriptor) for descriptor in descriptors)
 
     def ask(self, manager: CudaGraphManager[D], descriptor: D) -> None:
-        """A batch would have used this shape. Who asks again comes first: load that grows asks for many sizes on its
-        way, and what it needs then is the last one."""
+        """A batch would have used this shape."""
         key = (id(manager), descriptor)
         if key not in self._known:
-            self._asked.pop(key, None)
-            self._asked[key] = manager
+            self._asked_now[key] = manager
 
     def capture_asked(self) -> bool:
-        """Between two steps: one shape that was asked for, if the last capture is long enough ago. False: none."""
-        if not self._asked or self._clock() - self._captured_at < SECONDS_BETWEEN_CAPTURES:
+        """Between two steps: one shape that the last step asked for, if no other was captured just now. False: none.
+
+        What steps before it asked for may not be needed any more: load that grows asks for many sizes on its way.
+        """
+        has_asked = self._end_step()
+        if not has_asked or self._clock() - self._captured_at < SECONDS_BETWEEN_CAPTURES:
             return False
-        self._capture_latest()
+        self._capture_first()
         return True
 
     def capture_next(self) -> bool:
         """While nothing runs: one shape. False: none is left."""
+        self._end_step()
         if self._asked:
-            self._capture_latest()
+            self._capture_first()
             return True
         while self._planned:
             manager, descriptor = self._planned.popleft()
@@ -142,7 +146,18 @@ class CaptureQueue:
                 return True
         return False
 
-    def _capture_latest(self) -> None:
+    def _end_step(self) -> bool:
+        """What the last step asked for comes before all else, and of that what it asked for first: a graph of the whole
+        step makes those of its parts needless. False: it asked for nothing.
+        """
+        has_asked = bool(self._asked_now)
+        for key in reversed(self._asked_now):
+            self._asked.pop(key, None)
+            self._asked[key] = self._asked_now[key]
+        self._asked_now.clear()
+        return has_asked
+
+    def _capture_first(self) -> None:
         (_, descriptor), manager = self._asked.popitem()
         self._capture(manager, descriptor)
 

@@ -181,6 +181,8 @@ class StreamingClient(EngineClient):
     # ---- what comes from the engine ----------------------------------------------------------------------
 
     def _receive(self, message: FromEngine) -> None:
+        if self._failure is not None:
+            return  # it was on its way when the engine was given up
         self._heard_at = time.monotonic()
         match message:
             case StepMessage():
@@ -228,6 +230,7 @@ class StreamingClient(EngineClient):
             self._ready.set_exception(reason)
             return
         log.error("the engine is gone: %s", reason)
+        self._stats = EngineStats()  # it has no load any more: nobody should wait for it, or scale by it
         self._has_failed.set()
         gone = EngineUnavailableError("the engine stopped working")
         for control_id in list(self._controls):

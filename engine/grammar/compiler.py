@@ -34,7 +34,9 @@ class GrammarCompiler:
         self._kept: OrderedDict[Constraint, Future[LLMatcher]] = OrderedDict()
 
     def start(self, constraint: Constraint) -> Future[LLMatcher]:
-        """The grammar, to be copied for a request, now or later: InvalidRequestError, or CheckpointError."""
+        """The grammar, to be copied for a request, now or later: InvalidRequestError, or CheckpointError. Who does not
+        need it any more may cancel it.
+        """
         compiled = self._kept.get(constraint)
         if compiled is None or _may_be_tried_again(compiled):
             compiled = self._kept[constraint] = self._thread.submit(self._compile, constraint)
@@ -66,6 +68,10 @@ class GrammarCompiler:
 
 
 def _may_be_tried_again(compiled: Future[LLMatcher]) -> bool:
-    """It failed, and not because of the grammar: the tokenizer was not there, a process could not start."""
+    """It was cancelled, or it failed, and not because of the grammar: the tokenizer was not there, a process could not
+    start.
+    """
+    if compiled.cancelled():
+        return True
     error = compiled.exception() if compiled.done() else None
     return error is not None and not isinstance(error, InvalidRequestError)

@@ -64,5 +64,7 @@ def _as_lark(text: str) -> str:
     try:
         lark: str = any_to_lark(text)
     except Exception as error:  # all that the converter promises to raise
-        raise InvalidRequestError("grammar", f"cannot be read as GBNF: {error}") from None
+        raise InvalidRequestError(
+            "grammar", f"has no rule `start` of Lark, and cannot be read as GBNF: {error}"
+        ) from None
     return lark

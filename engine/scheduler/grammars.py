@@ -79,7 +79,10 @@ class Grammars:
     def forget(self, request: Request) -> bool:
         """The request has ended. Did it wait for its grammar?"""
         self._guided.pop(request, None)
-        return self._compiling.pop(request, None) is not None
+        compiled = self._compiling.pop(request, None)
+        if compiled is not None and compiled not in self._compiling.values():
+            compiled.cancel()  # unless it has begun: nobody needs it now, and others wait behind it
+        return compiled is not None
 
     def error_of(self, request: Request) -> str:
         """Why its grammar cannot go on; empty if it can, or if there is none."""

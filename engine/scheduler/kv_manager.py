@@ -4,13 +4,13 @@ blocks.
 The groups of a drafter that catches up stand apart: a request holds blocks there for what the drafter was fed, nobody
 waits for them or is preempted for them, and what they lack shortens no hit.
 
-It turns group operations into block table updates for the rows, which wait here for the next step that is launched.
+It turns group operations into block table updates for the rows, which wait here for the next step of the request.
 It knows lengths, not why they are asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from engine.kv_spec import KVGroupSpec
 from engine.request import Request
@@ -142,11 +142,13 @@ class KVManager:
         """Slots for `num_tokens`, at most `max_draft_slots`, for a drafter that catches up."""
         self._grow(request, request.draft_kv_groups, num_tokens)
 
-    def take_updates(self) -> list[BlockTableUpdate]:
-        """What changed in the tables of live requests since the last call; the next step has to apply it."""
-        updates = [update for updates in self._updates.values() for update in updates]
-        self._updates.clear()
-        return updates
+    def take_updates(self, requests: Iterable[Request]) -> list[BlockTableUpdate]:
+        """What changed in the tables of these requests since the last call with them. They are those of the next step,
+        which has to apply it: if that fails, so do they, and nobody else misses anything.
+        """
+        if not self._updates:
+            return []
+        return [update for request in requests for update in self._updates.pop(request.request_id, ())]
 
     def commit(self, request: Request, num_tokens: int, fence_step: int) -> None:
         """The KV of the first `num_tokens` confirmed tokens is valid, a drafter's own up to its watermark: their full

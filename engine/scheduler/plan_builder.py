@@ -21,7 +21,7 @@ class PlanBuilder:
     no_drafts_reasons: list[str] = field(default_factory=list)  # of `scheduled`; "" where drafts are expected
     host_drafts: dict[int, list[int]] = field(default_factory=dict)
     new_rows: list[NewRow] = field(default_factory=list)
-    block_table_updates: list[BlockTableUpdate] = field(default_factory=list)  # up to this step
+    block_table_updates: list[BlockTableUpdate] = field(default_factory=list)  # of `requests`
     needs_host_inputs: bool = False
 
     @property

@@ -64,7 +64,7 @@ class StepPlanner:
         prefills = [request for request in prefills if request.status is RUNNING]
         self._add_prefills(builder, prefills, may_admit=has_room)
         if builder.scheduled:
-            builder.block_table_updates = self._kv.take_updates()
+            builder.block_table_updates = self._kv.take_updates(builder.requests)
         return builder
 
     # ---- decodes -------------------------------------------------------------------------------------------

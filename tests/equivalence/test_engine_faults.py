@@ -13,6 +13,7 @@ import torch
 from engine.errors import InvalidRequestError, QueueFullError
 from engine.executor import SingleExecutor
 from engine.params import Constraint
+from engine.sampling.states import SamplingStates
 from engine.step import BlockTableUpdate, HostInputs, NewRow, ScheduledRequest, StepPlan
 from tests.support.engine_harness import Harness, make_core, request, scripted_model
 from tests.support.scripted_target import ScriptedTarget, reference_continuation
@@ -87,6 +88,36 @@ def test_a_step_without_memory_fails_its_requests_and_nobody_else(
         assert len(tokens) == 16 or f"r{index}" in failed
     again = Harness(core).run([request("again", PROMPTS[0], ignore_eos=True)])
     assert again["again"].token_ids == expected(PROMPTS[0], 16)
+
+
+@pytest.mark.parametrize("failing_row", [0, 1, 3])
+def test_a_row_that_cannot_be_set_up_harms_no_step_behind_it(
+    failing_row: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a request in a failed step the device may know nothing, or what it knew of the row's last one."""
+    calls = itertools.count()
+    set_row = SamplingStates.set_row
+
+    def sometimes(self: SamplingStates, new: NewRow) -> None:
+        if next(calls) == failing_row:
+            raise torch.OutOfMemoryError("tried to allocate 1 TiB")
+        set_row(self, new)
+
+    monkeypatch.setattr(SamplingStates, "set_row", sometimes)
+    core = make_core(
+        scripted_model(),
+        config={"max_steps_in_flight": 2},
+        scheduler={"max_num_seqs": 2, "max_prefill_chunk": 4},
+        cache={"block_size": 4, "num_blocks": 160},
+    )
+    results = Harness(core).run(
+        [request(f"r{index}", prompt, ignore_eos=True) for index, prompt in enumerate(PROMPTS)]
+    )
+    failed = [name for name, result in results.items() if result.finish and result.finish.reason == "error"]
+    assert 1 <= len(failed) <= 2
+    for index, prompt in enumerate(PROMPTS):
+        if f"r{index}" not in failed:
+            assert results[f"r{index}"].token_ids == expected(prompt, 16)
 
 
 def test_a_step_that_waits_for_the_host_fails_for_lack_of_memory_as_any_other() -> None:

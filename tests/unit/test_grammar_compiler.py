@@ -6,9 +6,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+from concurrent.futures import Future
 from pathlib import Path
+from threading import Event
 
 import pytest
+from llguidance import LLMatcher
 
 from engine.config import ModelConfig
 from engine.errors import CheckpointError, InvalidRequestError
@@ -16,8 +19,12 @@ from engine.grammar import compiler as compiler_module
 from engine.grammar.checker import GrammarChecker
 from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.matcher import GrammarMatcher
+from engine.messages import RequestTimes
 from engine.params import MAX_CONSTRAINT_CHOICES, Constraint
+from engine.request import Request
+from engine.scheduler.grammars import Grammars
 from engine.text.incremental_decoder import load_tokenizer
+from tests.support.scheduler_harness import FakeCutter, make_request
 from tests.support.tiny_models import TINY_EOS_TOKEN_ID, TINY_VOCAB_SIZE, make_tiny_tokenizer
 from tools.server_process import descendants
 
@@ -34,6 +41,21 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
     folder = make_tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"))
     (folder / "config.json").write_text("{}")
     return make_compiler(folder)
+
+
+def waiting_request(name: str) -> Request:
+    message = make_request(name, [1])
+    return Request(
+        request_id=name,
+        message=message,
+        cutter=FakeCutter(message, 8),
+        order=(0, 0, 0),
+        token_limit=8,
+        stop_ids=(),
+        token_ids=[1],
+        times=RequestTimes(),
+        kv_groups=(),
+    )
 
 
 def chain(num_rules: int) -> str:
@@ -59,6 +81,7 @@ BAD = {
     "look-around": (Constraint(kind="regex", text="(?=a)b"), "look-around"),
     "unknown rule": (Constraint(kind="grammar", text="start: foo"), 'unknown name: "foo"'),
     "unknown GBNF rule": (Constraint(kind="grammar", text="root ::= foo"), "Rule 'foo' not found"),
+    "no start": (Constraint(kind="grammar", text='answer: "a"'), "has no rule `start` of Lark"),
     "no grammar": (Constraint(kind="grammar", text="hello"), "cannot be read as GBNF"),
     "nested GBNF": (
         Constraint(kind="grammar", text="root ::= " + "(" * 30_000 + '"a"' + ")" * 30_000),
@@ -138,8 +161,41 @@ def test_few_grammars_are_kept(compiler: GrammarCompiler, monkeypatch: pytest.Mo
     first = compiler.start(constraints[0])
     compiler.start(constraints[1])
     assert compiler.start(constraints[0]) is first  # used last
-    compiler.start(constraints[2])
+    compiler.start(constraints[2]).result()  # the last one: nothing of this test goes on behind its end
     assert compiler.start(constraints[0]) is first
+
+
+def test_grammars_that_nobody_waits_for_any_more_hold_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests come and go while the first one's grammar is compiled."""
+    compiler = make_compiler(make_tiny_tokenizer(tmp_path))
+    checked: list[str] = []
+    has_begun, may_end = Event(), Event()
+
+    def check(self: GrammarChecker, constraint: Constraint) -> None:
+        checked.append(constraint.text)
+        has_begun.set()
+        may_end.wait(timeout=10)
+
+    monkeypatch.setattr(GrammarChecker, "check", check)
+    grammars = Grammars(compiler.start, TINY_VOCAB_SIZE)
+
+    def come(text: str) -> tuple[Request, Future[LLMatcher]]:
+        request, compiled = waiting_request(text), compiler.start(Constraint(kind="regex", text=text))
+        grammars.hold(request, compiled)
+        return request, compiled
+
+    come("begun")
+    assert has_begun.wait(timeout=10)
+    gone = [come(text)[0] for text in ("gone1", "gone2", "shared", "back")]
+    _, shared = come("shared")
+    assert all(map(grammars.forget, gone))
+    _, back = come("back")
+    may_end.set()
+    assert shared.result() is not None
+    assert back.result() is not None
+    assert checked == ["begun", "shared", "back"]
 
 
 def test_without_a_tokenizer_there_are_no_grammars(tmp_path: Path) -> None:

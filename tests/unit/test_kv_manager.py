@@ -97,14 +97,13 @@ def test_updates_carry_the_whole_table_first_and_then_what_is_new() -> None:
     kv = manager(num_groups=2)
     compute_and_free(kv, make("a", range(9), 2))
     request = make("b", range(9), 2)
-    kv.take_updates()
     kv.start(request, kv.find_hit(request))
-    start = kv.take_updates()
+    start = kv.take_updates([request])
     assert [(update.group, update.start, len(update.block_ids)) for update in start] == [(0, 0, 3), (1, 0, 3)]
     kv.grow(request, 12)
-    assert kv.take_updates() == []
+    assert kv.take_updates([request]) == []
     kv.grow(request, 17)
-    grown = kv.take_updates()
+    grown = kv.take_updates([request])
     assert [(update.row, update.start, len(update.block_ids)) for update in grown] == [
         (request.row, 3, 2)
     ] * 2
@@ -117,8 +116,18 @@ def test_updates_of_a_request_that_was_freed_are_not_sent() -> None:
     kv.start(first, 0)
     kv.start(second, 0)
     kv.free(first, 0, keep_findable=True)
-    assert [update.row for update in kv.take_updates()] == [second.row]
-    assert kv.take_updates() == []
+    assert [update.row for update in kv.take_updates([first, second])] == [second.row]
+    assert kv.take_updates([first, second]) == []
+
+
+def test_updates_of_a_request_wait_for_its_next_step() -> None:
+    """The step of others may fail, and theirs with it."""
+    kv = manager()
+    first, second = make("a", range(9)), make("b", range(9))
+    kv.start(first, 0)
+    kv.start(second, 0)
+    assert [update.row for update in kv.take_updates([first])] == [first.row]
+    assert [update.row for update in kv.take_updates([first, second])] == [second.row]
 
 
 def test_shortage_counts_cached_blocks_that_a_hit_takes_out_of_the_free_ones() -> None:

@@ -5,7 +5,7 @@ That real graphs replay, with the kernels, is tested on the GPU.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -284,16 +284,36 @@ def test_while_requests_run_one_shape_a_second_is_captured() -> None:
     assert not captures.capture_asked()
 
 
-def test_what_was_asked_for_last_is_captured_first() -> None:
+def test_what_the_last_step_asked_for_is_captured_first_and_the_whole_before_its_parts() -> None:
     """A load that grew to three rows does not wait for the sizes on its way."""
-    captures = CaptureQueue(lambda run: run)
+    now = 0.0
+
+    def record(run: Callable[[], None]) -> Callable[[], None]:
+        run()
+        return run
+
+    captures = CaptureQueue(record, clock=lambda: now)
     manager = Manager(captures)
+
+    def step(*sizes: int) -> bool:
+        is_captured = captures.capture_asked()
+        for size in sizes:
+            manager.dispatch(shape(size))
+        return is_captured
+
+    assert [step(9), step()] == [False, True]
     for size in (1, 2, 3, 4, 3):
-        assert manager.dispatch(shape(size)) is None
-    assert captures.capture_next()
-    assert manager.dispatch(shape(3)) == shape(3)
-    assert captures.capture_next()
-    assert manager.dispatch(shape(4)) == shape(4)
+        assert not step(size, 10 * size), "the last capture is too short ago"
+    now = 1.0
+    assert step(3, 30)
+    now = 2.0
+    assert step()
+    now = 3.0
+    assert not step(), "nothing is asked for any more"
+    assert [descriptor.num_tokens for descriptor in manager.ran] == [9, 3, 30]
+    while captures.capture_next():
+        pass
+    assert [descriptor.num_tokens for descriptor in manager.ran] == [9, 3, 30, 4, 40, 2, 20, 1, 10]
 
 
 def test_a_shape_that_finds_no_memory_is_not_tried_again(caplog: pytest.LogCaptureFixture) -> None:
