@@ -63,7 +63,8 @@ class AdminService(pb_grpc.AdminServiceServicer):
         check_fields(request)
         level = _LOG_LEVELS.get(request.level)
         if level is None:
-            raise InvalidRequestError("level", f"got {request.level}, expected one of {list(_LOG_LEVELS)}")
+            names = ", ".join(map(pb.LogLevel.Name, _LOG_LEVELS))
+            raise InvalidRequestError("level", f"got {request.level}, expected one of {names}")
         await self._engine().control(SetLogLevel(level))
         logging.getLogger().setLevel(level.upper())
         return pb.SetLogLevelResponse()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from engine.errors import LateError, QueueFullError
+from engine.errors import InvalidRequestError, LateError, QueueFullError
 from engine.messages import AddRequest, RequestOutput
 from engine.stats import EngineStats, StepStats
 from server.wait_estimate import WaitEstimator
@@ -54,9 +54,9 @@ class Admission:
         self, tenant: str, priority: int, *, num_choices: int, num_tokens: int, deadline: float | None
     ) -> None:
         """`num_tokens` of the prompt, 0 while they are not known; `deadline` as of the clock. Raises QueueFullError,
-        or LateError when the first token would come too late.
+        LateError when the first token would come too late, or InvalidRequestError for more choices than may ever wait.
         """
-        self._check_room(tenant)
+        self._check_room(tenant, num_choices)
         limits = [] if deadline is None else [deadline - self._clock()]
         if self._max_time_to_first_token is not None:
             limits.append(self._max_time_to_first_token)
@@ -78,6 +78,7 @@ class Admission:
             num_running=self._stats().num_running,
             num_ahead=num_ahead + num_choices,
             num_tokens_ahead=num_tokens_ahead + num_tokens,
+            own=num_choices,
         )
 
     @contextmanager
@@ -106,21 +107,34 @@ class Admission:
                 num_started += 1
                 num_prompt_tokens += output.num_prompt_tokens - output.num_cached_tokens
         if step is not None:
+            stats = self._stats()
             self._estimator.observe(
                 self._clock(),
-                has_waiting=self._stats().num_waiting > 0,
+                num_running=stats.num_running,
+                has_waiting=stats.num_waiting > 0,
                 num_started=num_started,
                 num_prompt_tokens=num_prompt_tokens,
             )
 
-    def _check_room(self, tenant: str) -> None:
+    def _check_room(self, tenant: str, num_choices: int) -> None:
+        """For all choices: a request of which the engine refuses some has started in vain."""
         num_waiting, limit = len(self._waiting), self._max_waiting
-        if num_waiting >= limit:
-            raise QueueFullError(f"{num_waiting} requests wait, the limit is {limit}", RETRY_FULL)
-        num_own = sum(share.num_requests for (_, other), share in self._shares.items() if other == tenant)
-        if tenant and num_own >= limit - num_waiting:
+        most = (limit + 1) // 2 if tenant else limit
+        if num_choices > most:
+            raise InvalidRequestError(
+                "n", f"got {num_choices}, expected 1..{most}: no more may wait on this server"
+            )
+        if num_waiting + num_choices > limit:
             raise QueueFullError(
-                f"{num_own} requests of this tenant wait, and {limit - num_waiting} places are left",
+                f"got {num_choices} choices while {num_waiting} requests wait, the limit is {limit}",
+                RETRY_FULL,
+            )
+        num_own = sum(share.num_requests for (_, other), share in self._shares.items() if other == tenant)
+        num_before = num_choices - 1  # of its own, before the last one
+        if tenant and num_own + num_before >= limit - num_waiting - num_before:
+            raise QueueFullError(
+                f"got {num_choices} choices while {num_own} requests of this tenant wait, "
+                f"and {limit - num_waiting} places are left",
                 RETRY_FULL,
             )
 

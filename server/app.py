@@ -108,17 +108,17 @@ class App:
         """
         with _on_signals(self.stop), self._metrics_endpoint():
             starting = asyncio.create_task(self._start())
-            await asyncio.sleep(0)  # let it spawn the engine process: that comes before gRPC has threads
             try:
+                await asyncio.sleep(0)  # let it spawn the engine process: that comes before gRPC has threads
                 async with self._listeners(), self._slow_reader_watch():
                     on_listening()
                     return await self._serve(starting, on_loaded)
             finally:
                 starting.cancel()
                 await asyncio.gather(starting, return_exceptions=True)
-                await self._client.stop()
+                # Side by side: either may take seconds, and whoever stops us waits so long only.
+                await asyncio.gather(self._client.stop(), asyncio.to_thread(self._tracing.close))
                 self._metrics.engine_stopped()
-                await asyncio.to_thread(self._tracing.close)
 
     # ---- phases --------------------------------------------------------------------------------------------
 

@@ -78,6 +78,8 @@ Speculators = Annotated[tuple[SpeculatorConfig, ...], NoDecode, BeforeValidator(
 Rates = Annotated[tuple[float, ...] | None, NoDecode, BeforeValidator(_split_rates)]
 GatewayProtocolName = Literal["none", "vllm"]
 Port = Annotated[int, Field(ge=0, le=65535)]
+_MAX_INT32 = 2**31 - 1  # gRPC's options are such: bytes, and milliseconds
+_MAX_GRPC_SECONDS = _MAX_INT32 // 1000
 
 
 class ServerConfig(BaseSettings):
@@ -98,7 +100,7 @@ class ServerConfig(BaseSettings):
     )
     dtype: DTypeName = _option("auto", "auto, float32, bfloat16, float16 or float64.", "Model")
     max_model_len: int | None = _option(
-        None, "Tokens of prompt and output. Default: the model's limit.", "Model"
+        None, "Tokens of prompt and output, at most the model's limit. Default: that limit.", "Model"
     )
     seed: int = _option(0, "Seed of dummy weights.", "Model")
 
@@ -143,7 +145,9 @@ class ServerConfig(BaseSettings):
     )
 
     speculators: Speculators = _option(
-        (), "Draft method to load, METHOD,model=PATH,k=N (such as ngram,k=4); may be repeated.", "Speculation"
+        (),
+        "Draft method to load, METHOD,model=PATH,k=N (such as ngram,k=4; k is 3 unless given); may be repeated.",
+        "Speculation",
     )
     draft_policy: str = _option(
         "auto",
@@ -182,6 +186,7 @@ class ServerConfig(BaseSettings):
         "Largest request message, such as 16MiB; larger is RESOURCE_EXHAUSTED.",
         "Service",
         ge=1,
+        le=_MAX_INT32,
     )
     max_prompt_tokens: int | None = _option(
         None, "Tokens of a prompt at most. Default: what fits the context.", "Service", ge=1
@@ -245,9 +250,14 @@ class ServerConfig(BaseSettings):
         "Seconds without news of a client after which it is asked whether it is there.",
         "Connections",
         gt=0,
+        le=_MAX_GRPC_SECONDS,
     )
     keepalive_timeout: float = _option(
-        20.0, "Seconds that it may take to answer before the connection is closed.", "Connections", gt=0
+        20.0,
+        "Seconds that it may take to answer before the connection is closed.",
+        "Connections",
+        gt=0,
+        le=_MAX_GRPC_SECONDS,
     )
     max_connection_age: float = _option(
         0.0,
@@ -255,6 +265,7 @@ class ServerConfig(BaseSettings):
         "Streams that run go on.",
         "Connections",
         ge=0,
+        le=_MAX_GRPC_SECONDS,
     )
 
     @property

@@ -9,7 +9,7 @@ from collections.abc import Awaitable
 from typing import Protocol
 
 import structlog
-from google.protobuf.json_format import MessageToJson
+from google.protobuf.json_format import MessageToJson, SerializeToJsonError
 
 from server.pb.slipstream.v1 import generation_pb2 as pb
 
@@ -41,6 +41,13 @@ class LoggedSink:
     def log(self) -> None:
         _log.info(
             "content",
-            request=MessageToJson(self._request, indent=None, preserving_proto_field_name=True),
+            request=_text_of(self._request),
             answers=["".join(self._texts[index]) for index in sorted(self._texts)],
         )
+
+
+def _text_of(request: pb.GenerateRequest) -> str:
+    try:
+        return MessageToJson(request, indent=None, preserving_proto_field_name=True)
+    except SerializeToJsonError:  # the template's variables hold a number that JSON has none for, such as NaN
+        return str(request)

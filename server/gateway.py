@@ -43,6 +43,6 @@ def make_gateway_protocol(
             raise
         raise ConfigError(
             "gateway_protocol: got 'vllm' without the package smg-grpc-proto; "
-            "expected it to be installed: pip install 'slipstream[gateway]'"
+            "expected it to be installed: pip install -e '.[gateway]' in the repository"
         ) from None
     return VllmEngineService(serving, model)

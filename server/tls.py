@@ -52,11 +52,11 @@ def _read(files: TlsFiles) -> grpc.ServerCertificateConfiguration:
     """Raises ConfigError when a file cannot be read, is not PEM, or key and certificate do not belong together."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
+        pair = (files.key.read_bytes(), files.certificate.read_bytes())  # first: these errors name the file
         context.load_cert_chain(files.certificate, files.key, password=_refuse_password)
         if files.client_authorities is not None:
             context.load_verify_locations(files.client_authorities)
         authorities = None if files.client_authorities is None else files.client_authorities.read_bytes()
-        pair = (files.key.read_bytes(), files.certificate.read_bytes())
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
         names = ", ".join(map(str, files.paths))
         raise ConfigError(f"tls: cannot use {names}: {error}") from None

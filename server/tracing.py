@@ -52,6 +52,6 @@ def make_tracing(endpoint: str | None, model_name: str) -> Tracing:
             raise
         raise ConfigError(
             f"trace_endpoint: got {endpoint!r} without the packages of OpenTelemetry; "
-            "expected them to be installed: pip install 'slipstream[tracing]'"
+            "expected them to be installed: pip install -e '.[tracing]' in the repository"
         ) from None
     return OtelTracing(endpoint, model_name)

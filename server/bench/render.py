@@ -15,7 +15,8 @@ def print_report(report: LoadReport, console: Console) -> None:
         rates = ", ".join(f"{rate:g}" for rate in report.synthetic_acceptance)
         console.print(f"[yellow]synthetic: drafts were accepted at rates {rates}, not by the model[/yellow]")
     console.print(_throughput(report))
-    console.print(_latencies(report))
+    if report.num_completed:
+        console.print(_latencies(report))
     if report.speculation:
         console.print(_speculation(report.speculation))
     else:

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
+from engine.errors import ConfigError
 from server.bench.driver import RequestRecord, connect, run_closed_loop, run_open_loop
 from server.bench.environment import current_environment
 from server.bench.load import OutputPlan, complete, dataset_prompts, poisson_arrivals, random_prompts
@@ -121,12 +122,15 @@ def _run(options: LoadOptions) -> LoadReport:
 
 
 async def drive(options: LoadOptions, on_done: Callable[[RequestRecord], None]) -> LoadReport:
-    """Warm up, send the load, report. Raises grpc.RpcError when the server cannot be asked what it is."""
+    """Warm up, send the load, report. Raises grpc.RpcError when the server cannot be asked what it is, ConfigError when
+    the load cannot be sent.
+    """
     num_streams = options.concurrency or options.num_requests
     async with connect(options.connection, num_streams) as stubs:
         model = await stubs[0].GetModelInfo(pb.GetModelInfoRequest())
         server = await stubs[0].GetServerInfo(pb.GetServerInfoRequest())
         requests = _requests(options, model.vocab_size)
+        _check_lengths(options, model.max_model_len)
         warmup, measured = requests[: options.num_warmup], requests[options.num_warmup :]
         await run_closed_loop(stubs, warmup, 1, lambda record: None)
         if options.rate is None:
@@ -138,13 +142,26 @@ async def drive(options: LoadOptions, on_done: Callable[[RequestRecord], None]) 
     return load_report(model.model, records, synthetic_acceptance=rates)
 
 
+def _check_lengths(options: LoadOptions, context: int) -> None:
+    """Raises ConfigError where no answer could have its full length."""
+    if options.dataset is None and options.input_len + options.output.output_len > context:
+        raise ConfigError(
+            f"--input-len, --output-len: got {options.input_len} and {options.output.output_len} tokens, "
+            f"expected at most {context} in all: the context of the model"
+        )
+
+
 def _requests(options: LoadOptions, vocab_size: int) -> list[pb.GenerateRequest]:
+    """Raises ConfigError."""
     num = options.num_warmup + options.num_requests
     if options.dataset is not None:
         prompts = dataset_prompts(options.dataset, num)
     else:
         prompts = random_prompts(num, options.input_len, vocab_size, options.output.seed)
-    return complete(prompts, options.output)
+    try:
+        return complete(prompts, options.output)
+    except ValueError as error:  # a number that the protocol has no room for
+        raise ConfigError(f"the requests cannot be sent: {error}") from None
 
 
 def _result(options: LoadOptions, report: LoadReport) -> BenchResult:

@@ -76,7 +76,13 @@ def with_connection(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def run(**arguments: Any) -> None:
         connection = Connection(**{name: arguments.pop(name) for name in _OPTIONS})
-        command(connection=connection, **arguments)
+        try:
+            command(connection=connection, **arguments)
+        except BrokenPipeError:
+            raise  # typer ends quietly: whoever read has seen enough
+        except OSError as error:  # calls have their own errors: this is what we write, or read from stdin
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(EXIT_FAILED) from None
 
     signature = inspect.signature(command, eval_str=True)
     own = [parameter for parameter in signature.parameters.values() if parameter.name != "connection"]

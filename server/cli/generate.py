@@ -57,7 +57,9 @@ def generate(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print each message as a line of JSON.")] = False,
     stats: Annotated[bool, typer.Option("--stats", help="Show counts and times on stderr.")] = False,
-    timeout: Annotated[float | None, typer.Option(help="Deadline of the whole call, in seconds.")] = None,
+    timeout: Annotated[
+        float | None, typer.Option(min=1e-3, help="Deadline of the whole call, in seconds.")
+    ] = None,
 ) -> None:
     """Generate text with a running server and show it as it comes.
 
@@ -69,14 +71,17 @@ def generate(
     """
     if system is not None and not chat:
         raise typer.BadParameter("a system message needs --chat", param_hint="--system")
-    request = pb.GenerateRequest(
-        sampling=pb.SamplingParams(temperature=temperature, top_p=top_p, seed=seed),
-        stopping=pb.StoppingParams(max_tokens=max_tokens, stop=stop or []),
-        output=pb.OutputParams(logprobs=logprobs),
-        speculation=pb.SpeculationParams(method=method, num_speculative_tokens=k),
-    )
-    _set_constraint(request, json_schema, regex, choice or [], grammar)
-    _set_prompt(request, _read_prompt(prompt), chat=chat, system=system)
+    try:
+        request = pb.GenerateRequest(
+            sampling=pb.SamplingParams(temperature=temperature, top_p=top_p, seed=seed),
+            stopping=pb.StoppingParams(max_tokens=max_tokens, stop=stop or []),
+            output=pb.OutputParams(logprobs=logprobs),
+            speculation=pb.SpeculationParams(method=method, num_speculative_tokens=k),
+        )
+        _set_constraint(request, json_schema, regex, choice or [], grammar)
+        _set_prompt(request, _read_prompt(prompt), chat=chat, system=system)
+    except ValueError as error:  # a number that the protocol has no room for, a text that is not UTF-8
+        raise typer.BadParameter(f"the request cannot be sent: {error}") from None
     with open_channel(connection) as channel:
         call = pb_grpc.GenerationServiceStub(channel).Generate(request, timeout=timeout)
         try:
@@ -93,7 +98,7 @@ def _set_constraint(
     choices: list[str],
     grammar: TextIO | None,
 ) -> None:
-    if sum(map(bool, (json_schema, regex, choices, grammar))) > 1:
+    if sum((json_schema is not None, regex is not None, bool(choices), grammar is not None)) > 1:
         raise typer.BadParameter("give one at most", param_hint="--json-schema, --regex, --choice, --grammar")
     if json_schema is not None:
         request.json_schema = json_schema.read()

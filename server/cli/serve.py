@@ -38,16 +38,17 @@ def serve(**flags: Any) -> None:
     file: Path | None = flags.pop("config")
     try:
         config = load_config({name: value for name, value in flags.items() if value not in (None, [])}, file)
-        status = asyncio.run(_run(config))
+        status = _run(config)
     except EngineError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED) from None
     raise typer.Exit(status)
 
 
-async def _run(config: ServerConfig) -> int:
+def _run(config: ServerConfig) -> int:
     configure_logs(config.log_level, config.log_format)
 
+    # They take a second: outside the event loop, where Ctrl-C ends it at once.
     from engine.client.process import ProcessEngineClient
     from server.app import App
 
@@ -58,7 +59,8 @@ async def _run(config: ServerConfig) -> int:
             step_timeout=config.step_timeout,
         )
 
-    return await App(config, make_client(), restart_client=make_client).run(on_loaded=spare_what_is_loaded)
+    app = App(config, make_client(), restart_client=make_client)
+    return asyncio.run(app.run(on_loaded=spare_what_is_loaded))
 
 
 def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:

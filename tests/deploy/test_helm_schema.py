@@ -27,6 +27,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"server": {"port": 1234}}, "port"),
     ({"server": {"grace": 5}}, "grace"),
     ({"server": {"kv-cache-memory": "lots"}}, "server/kv-cache-memory"),
+    (
+        {"server": {"gateway-protocol": "vllm", "gateway-port": 50052}},
+        "server/gateway-port",
+    ),  # the health port
+    ({"server": {"max-connection-age": 1e10}}, "server/max-connection-age"),
     ({"gpu": {"count": -1}}, "gpu/count"),
     ({"drain": {"graceSeconds": "60s"}}, "drain/graceSeconds"),
     ({"service": {"port": 70000}}, "service/port"),

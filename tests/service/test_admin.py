@@ -124,6 +124,7 @@ async def test_the_log_level_is_set_in_both_processes() -> None:
         async with administered(engine) as (_, admin):
             failure = await failure_of(admin.SetLogLevel(pb.SetLogLevelRequest()))
             assert (failure.code, failure.field) == (grpc.StatusCode.INVALID_ARGUMENT, "level")
+            assert "expected one of LOG_LEVEL_DEBUG, LOG_LEVEL_INFO" in failure.message
             await ask(engine, admin.SetLogLevel(pb.SetLogLevelRequest(level=pb.LOG_LEVEL_ERROR)), Done())
             assert list(engine.controls.values()) == [SetLogLevel("error")]
             assert logging.getLogger().level == logging.ERROR

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 import grpc
 import pytest
 from google.rpc import error_details_pb2
 
-from engine.errors import LateError, QueueFullError
+from engine.errors import InvalidRequestError, LateError, QueueFullError
 from engine.messages import AddRequest, RequestOutput, RequestTimes
 from engine.params import SamplingParams
 from engine.stats import EngineStats, StepStats
@@ -39,7 +40,7 @@ class World:
             max_time_to_first_token=limit,
             clock=self.clock,
         )
-        self._blocks: list[object] = []
+        self._blocks: list[AbstractContextManager[None]] = []
         self._num_sent = 0
 
     def send(self, count: int, *, tenant: str = "", priority: int = 0, length: int = 10) -> list[str]:
@@ -61,6 +62,12 @@ class World:
         self.stats.num_waiting += count
         return [request.request_id for request in requests]
 
+    def leave(self) -> None:
+        """Nobody waits any more."""
+        for block in self._blocks:
+            block.__exit__(None, None, None)
+        self.stats.num_waiting = 0
+
     def start(self, request_ids: list[str], *, seconds: float, length: int = 10) -> None:
         """A step of so many seconds took them up."""
         self.clock.now += seconds
@@ -81,10 +88,18 @@ class World:
             self.start(names, seconds=1.0, length=length)
 
     def check(
-        self, tenant: str = "", priority: int = 0, *, num_tokens: int = 0, within: float | None = None
+        self,
+        tenant: str = "",
+        priority: int = 0,
+        *,
+        num_choices: int = 1,
+        num_tokens: int = 0,
+        within: float | None = None,
     ) -> None:
         deadline = None if within is None else self.clock.now + within
-        self.admission.check(tenant, priority, num_choices=1, num_tokens=num_tokens, deadline=deadline)
+        self.admission.check(
+            tenant, priority, num_choices=num_choices, num_tokens=num_tokens, deadline=deadline
+        )
 
 
 @pytest.fixture
@@ -120,13 +135,47 @@ def test_the_server_s_own_promise_bounds_the_wait_of_all() -> None:
 
 
 def test_while_rows_are_free_prompts_decide() -> None:
-    world = World()
-    world.learn(per_second=10, length=100)  # a thousand prompt tokens a second; ten of ten tokens wait
+    world = World(max_running=64)
     world.stats.num_running = 1
+    world.learn(per_second=10, length=100)  # a thousand prompt tokens a second; ten of ten tokens wait
     assert world.admission.estimate(num_tokens=2000) == pytest.approx(2.1, rel=0.05)
     with pytest.raises(LateError):
         world.check(num_tokens=2000, within=1.0)
     world.check(num_tokens=20, within=1.0)
+
+
+def test_answers_that_took_long_say_nothing_of_how_fast_prompts_are_computed() -> None:
+    """An idle engine would refuse every long prompt, for ever: what it refuses cannot teach it better."""
+    world = World(max_running=4)
+    for _ in range(20):  # all rows are taken for a minute each time, then four prompts start at once
+        names = world.send(4)
+        world.send(1)
+        world.start([], seconds=0.0)
+        world.start(names, seconds=60.0)
+    with pytest.raises(LateError):
+        world.check(within=30.0)
+    world.leave()
+    world.stats.num_running = 0
+    world.check(num_tokens=100_000, within=0.1)
+    world.send(2)  # that came in the same moment
+    world.check(num_tokens=1000, within=0.1)
+
+
+def test_more_requests_than_free_rows_wait_until_running_ones_end(learnt: Iterator[World]) -> None:
+    world = next(learnt)
+    world.stats.num_running = 1  # of four; ten wait
+    assert world.admission.estimate() == pytest.approx(0.8, rel=0.05)
+
+
+def test_who_needs_no_queue_is_not_judged_by_one() -> None:
+    world = World(max_running=64)
+    world.stats.num_running = 1
+    world.learn(per_second=10, length=100)  # a thousand prompt tokens a second
+    world.leave()
+    world.check(num_tokens=5000, within=1.0)
+    world.send(1)
+    with pytest.raises(LateError):
+        world.check(num_tokens=5000, within=1.0)
 
 
 def test_an_outage_of_the_engine_is_no_waiting_in_the_queue(learnt: Iterator[World]) -> None:
@@ -167,7 +216,7 @@ def test_a_tenant_never_fills_the_queue_and_a_newcomer_finds_room() -> None:
     for _ in range(4):
         world.check("heavy")
         world.send(1, tenant="heavy")
-    with pytest.raises(QueueFullError, match="4 requests of this tenant wait, and 4 places are left"):
+    with pytest.raises(QueueFullError, match="4 requests of this tenant wait, and 4 places"):
         world.check("heavy")
     for _ in range(2):
         world.check("light")
@@ -177,12 +226,56 @@ def test_a_tenant_never_fills_the_queue_and_a_newcomer_finds_room() -> None:
     world.check("third")
 
 
+def test_there_is_room_for_all_choices_of_a_request_or_it_is_refused() -> None:
+    world = World(max_waiting=8)
+    world.check(num_choices=8)
+    world.send(3)
+    world.check(num_choices=5)
+    with pytest.raises(QueueFullError, match="got 6 choices while 3 requests wait, the limit is 8"):
+        world.check(num_choices=6)
+
+
+def has_room(world: World, tenant: str) -> bool:
+    try:
+        world.check(tenant)
+    except QueueFullError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("limit", range(1, 12))
+def test_choices_take_the_places_that_as_many_requests_would(limit: int) -> None:
+    """Of a tenant: so many that a newcomer finds room."""
+    for num_before in range(limit):
+        one_by_one, at_once = World(max_waiting=limit), World(max_waiting=limit)
+        one_by_one.send(num_before, tenant="other")
+        at_once.send(num_before, tenant="other")
+        num_taken = 0
+        while has_room(one_by_one, "heavy"):
+            one_by_one.send(1, tenant="heavy")
+            num_taken += 1
+        if num_taken:
+            at_once.check("heavy", num_choices=num_taken)
+        with pytest.raises((QueueFullError, InvalidRequestError)):
+            at_once.check("heavy", num_choices=num_taken + 1)
+
+
+@pytest.mark.parametrize(("tenant", "most"), [("", 7), ("heavy", 4)])
+def test_more_choices_than_may_ever_wait_are_no_matter_of_trying_again(tenant: str, most: int) -> None:
+    world = World(max_waiting=7)
+    world.check(tenant, num_choices=most)
+    with pytest.raises(InvalidRequestError, match=rf"n: got {most + 1}, expected 1\.\.{most}"):
+        world.check(tenant, num_choices=most + 1)
+
+
 def test_an_estimate_follows_a_change_of_speed() -> None:
     estimator, now = WaitEstimator(max_running=1), 0.0
     for per_second in (10, 1, 10):
         for _ in range(60):
             now += 1.0
-            estimator.observe(now, has_waiting=True, num_started=per_second, num_prompt_tokens=per_second)
+            estimator.observe(
+                now, num_running=1, has_waiting=True, num_started=per_second, num_prompt_tokens=per_second
+            )
         seconds = estimator.estimate(num_running=1, num_ahead=10, num_tokens_ahead=0)
         assert seconds == pytest.approx(10 / per_second, rel=0.2)
 
@@ -191,7 +284,9 @@ def test_a_slow_engine_is_remembered_for_as_long_as_it_takes() -> None:
     estimator = WaitEstimator(max_running=1)
     for second in range(601):
         started = int(second % 60 == 0)
-        estimator.observe(float(second), has_waiting=True, num_started=started, num_prompt_tokens=started)
+        estimator.observe(
+            float(second), num_running=1, has_waiting=True, num_started=started, num_prompt_tokens=started
+        )
     seconds = estimator.estimate(num_running=1, num_ahead=2, num_tokens_ahead=0)
     assert seconds == pytest.approx(120.0, rel=0.15)
 
@@ -199,7 +294,7 @@ def test_a_slow_engine_is_remembered_for_as_long_as_it_takes() -> None:
 def test_times_without_a_queue_say_nothing() -> None:
     estimator = WaitEstimator(max_running=1)
     for second in range(100):
-        estimator.observe(float(second), has_waiting=False, num_started=1, num_prompt_tokens=1)
+        estimator.observe(float(second), num_running=1, has_waiting=False, num_started=1, num_prompt_tokens=1)
     assert estimator.estimate(num_running=1, num_ahead=10, num_tokens_ahead=10) == 0.0
 
 
@@ -260,9 +355,11 @@ def test_a_few_starts_do_not_say_how_fast_prompts_are_computed() -> None:
     """A server that has just started: a quarter of a second, in which no prompt or a short one was computed."""
     estimator = WaitEstimator(max_running=64)
     for step, (started, tokens) in enumerate(((0, 0), (0, 0), (1, 5))):
-        estimator.observe(0.15 * step, has_waiting=True, num_started=started, num_prompt_tokens=tokens)
+        estimator.observe(
+            0.15 * step, num_running=2, has_waiting=True, num_started=started, num_prompt_tokens=tokens
+        )
         assert estimator.estimate(num_running=2, num_ahead=3, num_tokens_ahead=1400) < 1.0
     for step in range(3, 13):
-        estimator.observe(0.15 * step, has_waiting=True, num_started=1, num_prompt_tokens=100)
+        estimator.observe(0.15 * step, num_running=2, has_waiting=True, num_started=1, num_prompt_tokens=100)
     seconds = estimator.estimate(num_running=2, num_ahead=3, num_tokens_ahead=1400)
     assert seconds == pytest.approx(1400 * 1.8 / 1005, rel=0.1)

@@ -221,6 +221,15 @@ def test_a_bucket_fills_steadily_and_a_debt_delays() -> None:
     assert caught.value.retry_after == 541.0
 
 
+def test_what_was_used_while_there_was_no_limit_is_no_debt() -> None:
+    limits = CallerLimits(clock=lambda: 100.0)
+    limited = Caller(tenant="a", key="k", tokens_per_minute=60)
+    limits.charge_prompt(limited, 50)
+    limits.charge_prompt(Caller(tenant="a", key="k"), 1_000_000)
+    limits.charge_output(Caller(tenant="a", key="k"), 1_000_000)
+    limits.charge_prompt(limited, 60)
+
+
 async def test_the_most_urgent_priority_of_a_token_is_a_bound(tmp_path: Path) -> None:
     file = tmp_path / "tokens.toml"
     file.write_text(entry("alice", ALICE, "min_priority = -1"))

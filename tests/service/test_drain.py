@@ -111,6 +111,19 @@ async def test_a_signal_while_the_engine_loads_stops_the_server() -> None:
     assert engine.is_stopped
 
 
+async def test_a_start_that_is_cancelled_at_once_leaves_nothing_behind() -> None:
+    engine = FakeEngine()
+    engine.may_start.clear()
+    app = App(server_config(), engine, lambda model: ModelFiles(tiny_tokenizer(), {}))
+    before = asyncio.all_tasks()
+    running = asyncio.create_task(app.run())
+    await asyncio.sleep(0)  # it has begun to start the engine
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert engine.is_stopped
+    assert asyncio.all_tasks() == before
+
+
 async def test_an_engine_that_dies_while_draining_is_an_error() -> None:
     engine = FakeEngine()
     async with running_server(engine) as server:

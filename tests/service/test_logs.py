@@ -91,6 +91,19 @@ async def test_content_is_logged_by_a_server_that_was_told_to(capsys: pytest.Cap
     assert content["answers"] == ["the secret dog"] * 2
 
 
+async def test_a_request_that_json_cannot_say_is_logged_and_answered_like_any_other(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    configure_logs("info", "json")
+    chat = pb.ChatPrompt(messages=[pb.ChatMessage(role="user", content="the dog")])
+    chat.template_arguments["depth"] = float("nan")
+    async with running_server(log_content=True) as server:
+        await collect(server.stub.Generate(pb.GenerateRequest(chat=chat)))
+        await server.app.live.wait_until_empty()
+    (content,) = [line for line in lines(capsys) if line["event"] == "content"]
+    assert "the dog" in str(content["request"])
+
+
 def test_a_traceback_shows_no_local_variables(capsys: pytest.CaptureFixture[str]) -> None:
     formats: tuple[LogFormat, ...] = ("json", "console")
     for log_format in formats:

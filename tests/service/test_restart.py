@@ -11,6 +11,7 @@ from grpc_health.v1 import health_pb2
 
 from engine.errors import CheckpointError
 from engine.messages import FinishInfo
+from engine.stats import EngineStats
 from server import restarts as restarts_module
 from server.pb.slipstream.v1 import generation_pb2 as pb
 from server.restarts import MAX_DELAY, STABLE_AFTER, Restarts
@@ -112,6 +113,24 @@ async def test_a_stop_while_the_next_engine_loads_is_a_stop() -> None:
         server.app.stop()
         assert await server.ended == 0
     assert engines.made[0].is_stopped
+
+
+async def test_an_engine_that_is_gone_has_no_load() -> None:
+    first, engines = FakeEngine(), Engines(lambda engine: engine.may_start.clear())
+    async with running_server(first, restart_engine=engines) as server:
+        stats = EngineStats(
+            num_running=3, num_waiting=4, num_waiting_tokens=5, num_blocks=100, num_free_blocks=9
+        )
+        first.step(stats=stats)
+        assert server.metric("slipstream_requests_waiting", model="tiny") == 4
+        first.die("out of memory")
+        first.step(stats=stats)  # what was on its way
+        await server.wait_for_health(NOT_SERVING)
+        for name in ("requests_running", "requests_waiting", "kv_cache_usage_ratio"):
+            assert server.metric(f"slipstream_{name}", model="tiny") == 0, name
+        for state in ("free", "used", "cached"):
+            assert server.metric("slipstream_kv_blocks", model="tiny", state=state) == 0, state
+        assert await server.stub.GetLoads(pb.GetLoadsRequest()) == pb.GetLoadsResponse(draining=True)
 
 
 def test_pauses_grow_and_a_long_service_forgives() -> None:

@@ -64,7 +64,7 @@ def test_help_imports_neither_grpc_nor_torch() -> None:
 def test_flags_reach_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[ServerConfig] = []
 
-    async def remember(config: ServerConfig) -> int:
+    def remember(config: ServerConfig) -> int:
         seen.append(config)
         return 0
 
@@ -87,6 +87,10 @@ def test_flags_reach_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--port", "1"], 2, "error: model: got none, expected --model"),
         (["--model", "m", "--grace", "x"], 2, "error: grace: "),
         (["--model", "m", "--draft-policy", "best"], 2, "error: draft_policy: "),
+        (["--model", "m", "--max-message-bytes", "2GiB"], 2, "error: max_message_bytes: "),
+        (["--model", "m", "--keepalive-time", "inf"], 2, "error: keepalive_time: "),
+        (["--model", "m", "--keepalive-timeout", "1e9"], 2, "error: keepalive_timeout: "),
+        (["--model", "m", "--max-connection-age", "inf"], 2, "error: max_connection_age: "),
         (["--model", "m", "--synthetic-acceptance", "1"], 2, "error: synthetic_acceptance: "),
         (["--model", "m", "--config", "none.toml"], 2, "error: config: cannot read none.toml"),
     ],
@@ -95,6 +99,21 @@ def test_a_wrong_configuration_is_told_in_a_line(arguments: list[str], status: i
     result = CliRunner().invoke(make_app("serve"), ["serve", *arguments])
     assert (result.exit_code, result.output.startswith(message)) == (status, True), result.output
     assert result.output.count("\n") == 1
+
+
+def test_what_takes_long_to_import_is_there_before_the_event_loop_runs() -> None:
+    """Inside it, Ctrl-C would only be noted, for a loop that has nothing to cancel yet."""
+    code = (
+        "import asyncio, sys\n"
+        "from server.cli import main\n"
+        "names = ('server.app', 'engine.client.process')\n"
+        "asyncio.run = lambda run: (run.close(), print([name in sys.modules for name in names]), 0)[-1]\n"
+        "sys.argv = ['slipstream', 'serve', '--model', 'm']\n"
+        "main()\n"
+    )
+    root = Path(__file__).parents[2]
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, timeout=60)
+    assert (ended.returncode, ended.stdout) == (0, "[True, True]\n"), ended.stderr
 
 
 def serve_in_a_process(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:

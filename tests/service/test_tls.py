@@ -140,7 +140,7 @@ def test_files_that_do_not_belong_together_are_told_at_the_start(
     issue(authority, "other").private_key_pem.write_to_path(files["tls_key"])
     with pytest.raises(ConfigError, match=r"server\.pem"):
         server_credentials(TlsFiles(files["tls_cert"], files["tls_key"]))
-    with pytest.raises(ConfigError, match="cannot use"):
+    with pytest.raises(ConfigError, match=r"cannot use .*No such file or directory: '.*none\.pem'"):
         server_credentials(TlsFiles(tmp_path / "none.pem", files["tls_key"]))
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
+import threading
 import time
 from collections.abc import Iterator
 
@@ -133,11 +135,25 @@ async def test_a_collector_that_is_not_there_costs_no_request(monkeypatch: pytes
     assert messages[-1].finished.reason == pb.FINISH_REASON_STOP
 
 
+async def test_the_end_of_the_engine_does_not_hold_up_the_last_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = threading.Event()
+    monkeypatch.setattr(Tracing, "close", lambda tracing: sent.set())
+
+    class StopsAfterTheSpans(FakeEngine):
+        async def _shut_down(self) -> None:
+            self.is_stopped = await asyncio.to_thread(sent.wait, 10.0)
+
+    engine = StopsAfterTheSpans()
+    async with running_server(engine):
+        pass
+    assert engine.is_stopped
+
+
 def test_without_an_endpoint_nothing_is_traced_and_nothing_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "server.tracing_otel")
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
     assert type(make_tracing(None, "tiny")) is Tracing
-    with pytest.raises(ConfigError, match=r"slipstream\[tracing\]"):
+    with pytest.raises(ConfigError, match=r"-e '\.\[tracing\]'"):
         make_tracing("http://127.0.0.1:4318/v1/traces", "tiny")
 
 

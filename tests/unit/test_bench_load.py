@@ -51,12 +51,18 @@ def test_a_dataset_gives_texts_and_first_turns_and_starts_again(tmp_path: Path) 
     assert prompts[2].text == "raw"
 
 
+def test_a_line_of_a_dataset_ends_at_a_newline_only(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes('{"prompt": "a\u2028b\x85c"}\r\n{"prompt": "d"}'.encode())
+    assert [prompt.text for prompt in dataset_prompts(path, 2)] == ["a\u2028b\x85c", "d"]
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ("", "got no prompts"),
         ("{", r"prompts.jsonl:1: not JSON"),
-        ('{"prompt": "a"}\n{"turns": []}', r"prompts.jsonl:2: got neither `prompt`"),
+        ('{"prompt": "a"}\n\n{"turns": []}', r"prompts.jsonl:3: got neither `prompt`"),
         ("[1]", "got neither `prompt`"),
     ],
 )

@@ -91,8 +91,9 @@ def test_constraints_become_the_request(
     assert getattr(request, field) == value
 
 
-def test_one_constraint_at_most(address: str) -> None:
-    result = run(generate, "hi", "--address", address, "--regex", "a", "--choice", "b")
+@pytest.mark.parametrize("regex", ["a", ""])
+def test_one_constraint_at_most(regex: str, address: str) -> None:
+    result = run(generate, "hi", "--address", address, "--regex", regex, "--choice", "b")
     assert result.exit_code == USAGE_ERROR
     assert "give one at most" in " ".join(result.stderr.replace("│", "").split())
 
@@ -218,6 +219,7 @@ def test_bench_counts_errors_and_fails_when_nothing_completed(address: str, serv
     result = run(bench, "--address", address, "--num-requests", "3", "--warmup", "0")
     assert result.exit_code == EXIT_FAILED
     assert "3 requests ended with RESOURCE_EXHAUSTED" in result.stdout
+    assert "time to first token" not in result.stdout  # there was none
     assert "first failure: RESOURCE_EXHAUSTED: the queue is full" in result.stderr
 
 
@@ -239,7 +241,58 @@ def test_a_certificate_that_no_tls_would_show_is_wrong_usage(
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--rate", "1", "--concurrency", "1"], ["--dataset", "missing.jsonl"]], ids=" ".join
+    "arguments",
+    [
+        ["--rate", "1", "--concurrency", "1"],
+        ["--dataset", "missing.jsonl"],
+        ["--input-len", "1000", "--output-len", "25"],  # more than the context
+    ],
+    ids=" ".join,
 )
 def test_bench_refuses_wrong_usage(address: str, arguments: list[str]) -> None:
     assert run(bench, "--address", address, *arguments).exit_code == USAGE_ERROR
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--max-tokens", str(2**32)], "Value out of range: 4294967296"),
+        (["--seed", str(2**63)], "Value out of range: 9223372036854775808"),
+        (["--k", str(2**32)], "Value out of range: 4294967296"),
+        (["--stop", "\udcff"], "surrogates not allowed"),
+        (["--json-schema", "BINARY"], "can't decode byte 0xff"),
+        (["--token", "0123456789abcdef\n"], "is there a newline at its end?"),
+    ],
+)
+def test_what_no_request_can_hold_is_wrong_usage(
+    options: list[str], said: str, address: str, service: FakeService, tmp_path: Path
+) -> None:
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"\xff")
+    arguments = [str(binary) if option == "BINARY" else option for option in options]
+    result = run(generate, "hi", "--address", address, *arguments)
+    assert result.exit_code == USAGE_ERROR
+    assert said in " ".join(result.stderr.replace("│", "").split())
+    assert not service.requests
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--output-len", str(2**32)], ["--seed", str(2**63 - 1)], ["--dataset", "SURROGATE"]]
+)
+def test_a_load_that_no_request_can_hold_is_wrong_usage(
+    arguments: list[str], address: str, service: FakeService, tmp_path: Path
+) -> None:
+    dataset = tmp_path / "prompts.jsonl"
+    dataset.write_text('{"prompt": "\\ud800"}')
+    options = [str(dataset) if argument == "SURROGATE" else argument for argument in arguments]
+    result = run(bench, "--num-requests", "2", "--address", address, *options)
+    assert result.exit_code == USAGE_ERROR
+    assert "the requests cannot be sent" in " ".join(result.stderr.replace("│", "").split())
+    assert not service.requests
+
+
+def test_a_result_that_cannot_be_written_is_one_line(address: str, tmp_path: Path) -> None:
+    result = run(bench, "--num-requests", "1", "--address", address, "--output", str(tmp_path))
+    assert result.exit_code == EXIT_FAILED
+    assert "time to first token" in result.stdout  # the figures are not lost
+    assert result.stderr.splitlines()[-1] == f"error: [Errno 21] Is a directory: '{tmp_path}'"
