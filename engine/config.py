@@ -93,7 +93,7 @@ class EngineConfig(_Frozen):
     numerics: NumericsName = "auto"
     """exact: a request's tokens depend neither on drafts, nor on neighbours, chunks, preemption or cached prefixes;
     CUDA only. fast: bits may differ between batches, so that a near tie may turn out differently. auto: exact where
-    device and model allow it, and its cost is known to be small."""
+    device and model allow it."""
     num_threads: int | None = Field(default=None, ge=1)  # CPU only; None: torch's choice
     profile_directory: str | None = None  # where traces of steps may be written; None: nowhere
     draft_policy: str = "auto"

@@ -26,6 +26,11 @@ class AttentionBackend(ABC):
     is_exact: ClassVar[bool] = False
     """Do a row's bits depend on the row alone, not on the batch or the chunk? (Attention over latents aside.)"""
 
+    @classmethod
+    def runs_on(cls, device: torch.device) -> bool:
+        """Can it compute there?"""
+        return True
+
     @abstractmethod
     def prepare(self, inputs: AttentionInputs, groups: Sequence[KVGroupSpec]) -> list[Any]:
         """Metadata of the step, one entry per KV group. No host sync."""

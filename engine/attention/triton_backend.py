@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from triton import knobs
 
 from engine.attention.backend import AttentionBackend
 from engine.attention.metadata import AttentionInputs, LayerKVCache
@@ -32,6 +33,10 @@ class TritonAttentionBackend(AttentionBackend):
 
     is_capturable: ClassVar[bool] = True
     is_exact: ClassVar[bool] = True
+
+    @classmethod
+    def runs_on(cls, device: torch.device) -> bool:
+        return device.type == "cuda" or knobs.runtime.interpret
 
     _counters: torch.Tensor | None = None  # of `paged_attention`, whose launches follow one another
 

@@ -7,10 +7,11 @@ It knows no vocabulary. What is wrong with a schema, an expression or a grammar 
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING
 
 from llguidance import LLMatcher, LLParserLimits
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from engine.errors import InvalidRequestError
 from engine.params import Constraint
@@ -18,6 +19,7 @@ from engine.params import Constraint
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
+_IS_LARK = re.compile(r"^\s*(%llguidance\b|[?!]?start\s*:(?!:=))", re.MULTILINE)
 ANY_OBJECT = '{"type": "object"}'
 JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}"}
 """Between the parts of a value white space may stand, but not without end: some models would write nothing else. A
@@ -61,8 +63,10 @@ def _of_schema(text: str) -> str:
 
 def _as_lark(text: str) -> str:
     """GBNF, whose rules are written with ::=, or Lark as it stands."""
+    if _IS_LARK.search(text):
+        return text
     try:
-        lark: str = any_to_lark(text)
+        lark: str = gbnf_to_lark(text)
     except Exception as error:  # all that the converter promises to raise
         raise InvalidRequestError(
             "grammar", f"has no rule `start` of Lark, and cannot be read as GBNF: {error}"

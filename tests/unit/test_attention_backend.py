@@ -215,3 +215,14 @@ def test_the_backend_follows_the_name_or_the_device() -> None:
     assert isinstance(make_attention_backend("torch", cpu), TorchAttentionBackend)
     with pytest.raises(ConfigError, match="attention_backend: got 'flash', expected one of torch, triton"):
         make_attention_backend("flash", cpu)
+
+
+def test_a_backend_that_cannot_compute_on_the_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rather than to end the engine with the first request."""
+    knobs = pytest.importorskip("triton", reason="triton is not installed on this platform").knobs
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(knobs.runtime, "interpret", False)
+    with pytest.raises(
+        ConfigError, match="attention_backend: got 'triton' on cpu, expected 'torch' or 'auto'"
+    ):
+        make_attention_backend("triton", cpu)

@@ -19,6 +19,7 @@ from engine.grammar import compiler as compiler_module
 from engine.grammar.checker import GrammarChecker
 from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.matcher import GrammarMatcher
+from engine.grammar.source import native_grammar
 from engine.messages import RequestTimes
 from engine.params import MAX_CONSTRAINT_CHOICES, Constraint
 from engine.request import Request
@@ -221,3 +222,15 @@ def test_without_a_tokenizer_there_are_no_grammars(tmp_path: Path) -> None:
 def test_sizes_are_looked_at_first(constraint: Constraint, reason: str) -> None:
     with pytest.raises(InvalidRequestError, match=reason):
         constraint.validate()
+
+
+@pytest.mark.parametrize(
+    "text", ['start: "a"', '?start: "a"', 'X: "a"\n  !start : X', "%llguidance {}\nstart: /a/"]
+)
+def test_lark_is_known_by_its_first_rule(text: str) -> None:
+    assert native_grammar(Constraint(kind="grammar", text=text)) == LLMatcher.grammar_from_lark(text)
+
+
+def test_gbnf_with_a_rule_that_is_called_as_that_of_lark_is_not_taken_for_lark() -> None:
+    with pytest.raises(InvalidRequestError, match="cannot be read as GBNF: Rule 'start' already exists"):
+        native_grammar(Constraint(kind="grammar", text='root ::= start\nstart ::= "a"'))
