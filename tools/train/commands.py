@@ -274,19 +274,36 @@ def _drafter_arguments(parser: argparse.ArgumentParser, rows: int, row_length: i
 def _assistant_arguments(parser: argparse.ArgumentParser) -> None:
     _drafter_arguments(parser, rows=32, row_length=1024, num_steps=4)
     shape = recipes.ASSISTANT_SHAPE
-    parser.add_argument("--positions", choices=sorted(POSITION_POLICIES), default=DEFAULT_POSITION_POLICY)
-    parser.add_argument("--hidden-size", type=int, default=shape["hidden_size"])
-    parser.add_argument("--intermediate-size", type=int, default=shape["intermediate_size"])
     parser.add_argument(
-        "--sliding-layers", type=int, default=len(shape["layer_types"]) - 1, help="before the full one"
+        "--positions",
+        choices=sorted(POSITION_POLICIES),
+        default=DEFAULT_POSITION_POLICY,
+        help="where a draft stands; say the same to serve; default: %(default)s",
+    )
+    parser.add_argument("--hidden-size", type=int, default=shape["hidden_size"], help="default: %(default)s")
+    parser.add_argument(
+        "--intermediate-size", type=int, default=shape["intermediate_size"], help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--sliding-layers",
+        type=int,
+        default=len(shape["layer_types"]) - 1,
+        help="before the full one; default: %(default)s",
     )
 
 
 def _eagle_arguments(parser: argparse.ArgumentParser) -> None:
     _drafter_arguments(parser, rows=32, row_length=768, num_steps=5)
     shape = recipes.HEAD_SHAPE
-    parser.add_argument("--intermediate-size", type=int, default=shape["intermediate_size"])
-    parser.add_argument("--draft-vocab-size", type=int, default=shape["draft_vocab_size"])
+    parser.add_argument(
+        "--intermediate-size", type=int, default=shape["intermediate_size"], help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--draft-vocab-size",
+        type=int,
+        default=shape["draft_vocab_size"],
+        help="tokens that can be drafted: those that the target writes most; default: %(default)s",
+    )
     parser.add_argument(
         "--share-target-head",
         action="store_true",
