@@ -47,7 +47,7 @@ TILINGS = [
 
 
 def products_of(geometry: str) -> dict[str, tuple[int, int, bool]]:
-    """(out_features, in_features, gated) of a layer's products."""
+    """(out_features, in_features, gated) of a layer's products, and of the head."""
     config = GEOMETRIES[geometry]
     hidden, intermediate = config["hidden_size"], config["intermediate_size"]
     head_size = config.get("head_dim", hidden // config["num_attention_heads"])
@@ -57,6 +57,7 @@ def products_of(geometry: str) -> dict[str, tuple[int, int, bool]]:
         "output": (hidden, query, False),
         "gate_up": (2 * intermediate, hidden, True),
         "down": (hidden, intermediate, False),
+        "head": (config["vocab_size"], hidden, False),
     }
 
 

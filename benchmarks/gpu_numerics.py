@@ -40,7 +40,6 @@ def random(*shape: int) -> torch.Tensor:
 
 def measure_products(geometry: str, row_counts: list[int]) -> Iterator[Row]:
     shapes = {name: shape[:2] for name, shape in products_of(geometry).items()}
-    shapes["head"] = (GEOMETRIES[geometry]["vocab_size"], GEOMETRIES[geometry]["hidden_size"])
     for name, (out_features, in_features) in shapes.items():
         count = max(min(BYTES_IN_TURN // (out_features * in_features * 2), 50), 2)
         weights = [random(out_features, in_features) for _ in range(count)]

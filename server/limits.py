@@ -66,9 +66,8 @@ class CallerLimits:
     def charge_prompt(self, caller: Caller, num_tokens: int) -> None:
         """Raises CallerLimitError, and charges nothing, when the token has not as many left."""
         if caller.tokens_per_minute is None:
-            self._buckets.pop(
-                caller.key, None
-            )  # it had a limit: what it uses without one is no debt for the next
+            # It may have had a limit: what it uses without one is no debt for the next.
+            self._buckets.pop(caller.key, None)
             return
         now = self._clock()
         bucket = self._buckets.setdefault(caller.key, TokenBucket(caller.tokens_per_minute, now))

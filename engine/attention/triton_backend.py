@@ -34,11 +34,11 @@ class TritonAttentionBackend(AttentionBackend):
     is_capturable: ClassVar[bool] = True
     is_exact: ClassVar[bool] = True
 
+    _counters: torch.Tensor | None = None  # of `paged_attention`, whose launches follow one another
+
     @classmethod
     def runs_on(cls, device: torch.device) -> bool:
         return device.type == "cuda" or knobs.runtime.interpret
-
-    _counters: torch.Tensor | None = None  # of `paged_attention`, whose launches follow one another
 
     def prepare(self, inputs: AttentionInputs, groups: Sequence[KVGroupSpec]) -> list[Any]:
         max_query_len, max_seq_len = max(inputs.query_lens), max(inputs.max_seq_lens)

@@ -11,7 +11,7 @@ import torch
 
 from engine.kernels.dependent_launch import begin, launch_options
 from engine.kernels.rms_norm import NormForm, rms_norm_reference
-from engine.kernels.triton_support import jit, next_power_of_2, tl
+from engine.kernels.triton_support import jit, next_power_of_2, sum_type, tl
 
 
 def add_normed(
@@ -110,7 +110,7 @@ def add_normed_triton(
         WIDTH=width,
         HAS_SCALE=scale is not None,
         HAS_NEXT=next_weight is not None,
-        COMPUTE=tl.float64 if x.dtype == torch.float64 else tl.float32,
+        COMPUTE=sum_type(x.dtype),
         num_warps=min(max(width // 256, 1), 8),
         **launch_options(x.device),
     )

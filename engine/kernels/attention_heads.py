@@ -21,7 +21,7 @@ import torch
 from engine.kernels.dependent_launch import begin, launch_options
 from engine.kernels.rms_norm import NormForm, rms_norm
 from engine.kernels.rotary import rotate
-from engine.kernels.triton_support import jit, next_power_of_2, tl
+from engine.kernels.triton_support import jit, next_power_of_2, sum_type, tl
 
 _TILE = 2048  # features of a program: less, and a prompt waits for programs to be scheduled rather than for memory
 _MAX_WARPS = 4  # of a half type two wide loads a thread: one of each half of a head
@@ -227,7 +227,7 @@ def store_heads(
         HAS_NORM=query_norm is not None,
         ROUNDS_FIRST=form.rounds_first,
         HAS_VALUE_NORM=layout.value_eps is not None,
-        COMPUTE=tl.float64 if heads.dtype == torch.float64 else tl.float32,
+        COMPUTE=sum_type(heads.dtype),
         num_warps=num_warps,
         **launch_options(heads.device),
     )

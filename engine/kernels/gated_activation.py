@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.kernels.dependent_launch import begin, launch_options
-from engine.kernels.triton_support import jit, next_power_of_2, tl
+from engine.kernels.triton_support import jit, next_power_of_2, sum_type, tl
 
 ActivationName = Literal["silu", "gelu_tanh"]
 # As kernels take them.
@@ -99,7 +99,7 @@ def activate_times_triton(
         SIZE=size,
         BLOCK=block,
         IS_SILU=activation == "silu",
-        COMPUTE=tl.float64 if gate.dtype == torch.float64 else tl.float32,
+        COMPUTE=sum_type(gate.dtype),
         enable_fp_fusion=False,  # as in the products that do it themselves
         **launch_options(gate.device),
     )

@@ -141,14 +141,14 @@ def grouped_linear(
     assert x.is_contiguous()
     assert weight.is_contiguous()
     assert num_pairs % len(x) == 0
-    is_sorted = pairs.order is not None
-    block_m = pairs.tile if x.itemsize == 2 else SMALLEST_TILE
+    is_sorted, is_half = pairs.order is not None, x.itemsize == 2
+    block_m = pairs.tile if is_half else SMALLEST_TILE
     num_tiles = min(num_pairs // block_m + num_experts, num_pairs) if is_sorted else num_pairs
     if tiling is None:
         tiling = FOR_WIDE_TYPES
-        if x.itemsize == 2:
-            tiling = TILINGS[block_m][0 if is_gated else 1]
-            tiling = fitted(tiling, block_m, is_gated, shared_memory_bytes(x.device))
+        if is_half:
+            measured = TILINGS[block_m][0 if is_gated else 1]
+            tiling = fitted(measured, block_m, is_gated, shared_memory_bytes(x.device))
     y = torch.empty(num_pairs, num_columns, dtype=x.dtype, device=x.device)
     _grouped_linear_kernel[(-(-num_columns // tiling.block_n), num_tiles)](
         x,

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from engine.kernels.dependent_launch import begin, launch_options
 from engine.kernels.row_norm import MAX_PAIRED_SIZE, inverse_rms, sum_of_squares, weighted
-from engine.kernels.triton_support import jit, next_power_of_2, tl
+from engine.kernels.triton_support import jit, next_power_of_2, sum_type, tl
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def _launch(
         HAS_BRANCH=branch is not None,
         HAS_WEIGHT=weight is not None,
         ROUNDS_FIRST=form.rounds_first,
-        COMPUTE=tl.float64 if x.dtype == torch.float64 else tl.float32,
+        COMPUTE=sum_type(x.dtype),
         num_warps=1 if width <= MAX_PAIRED_SIZE else min(width // 256, 8),
         **launch_options(x.device),
     )

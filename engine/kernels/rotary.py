@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 
 from engine.kernels.dependent_launch import begin, launch_options
-from engine.kernels.triton_support import jit, next_power_of_2, tl
+from engine.kernels.triton_support import jit, next_power_of_2, sum_type, tl
 
 _TILE = 1024  # features of the halves of a program's heads
 
@@ -84,7 +84,7 @@ def rotate_triton(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> 
         WIDTH=width,
         TILE_HEADS=tile_heads,
         NUM_TILES=num_tiles,
-        COMPUTE=tl.float64 if x.dtype == torch.float64 else tl.float32,
+        COMPUTE=sum_type(x.dtype),
         num_warps=max(tile_heads * width // 256, 1),
         **launch_options(x.device),
     )

@@ -47,7 +47,7 @@ def has_kernel(x: torch.Tensor) -> bool:
 
 
 def sum_type(dtype: torch.dtype) -> Any:
-    """What kernels that know float64 too compute sums of this type in."""
+    """Of Triton: what kernels that know float64 too compute in for tensors of this type."""
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 

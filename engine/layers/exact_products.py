@@ -29,8 +29,8 @@ CHEAP_ROWS = 128  # padding up to here costs little: reading the weights takes l
 # Beyond, what a product may have of padding: times its rows, where one tile of our kernel would do, and where not.
 MAX_PADDING, MAX_PADDING_OF_MANY = 2, 4
 
-# Of our kernel for 17 to 64 rows, measured on an H200: while each multiprocessor has but one strip of W to read, narrow
-# and deep ones. And for more rows.
+# Of our kernel for 17 to 64 rows (`benchmarks.gpu_kernels --product down --rows 64 --tune` on an H200): while each
+# multiprocessor has but one strip of W to read, narrow and deep ones. And for more rows.
 NARROW, WIDE, FOR_MANY_ROWS = Tiling(32, 256, 4, 4), Tiling(64, 128, 6, 4), Tiling(128, 64, 4, 4)
 NUM_MULTIPROCESSORS = 132  # of an H200
 

@@ -1,4 +1,4 @@
-"""Norm, rotation and gated activation: the kernels against their references, in the interpreter or compiled."""
+"""Norm, rotation, gated activation, weighted sum: kernels against their references, in the interpreter or compiled."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from engine.kernels.rms_norm import NormForm, add_rms_norm_triton, rms_norm_refe
 from engine.kernels.rotary import rotate_reference, rotate_triton
 from engine.kernels.rotary_tables import rotary_tables_reference, rotary_tables_triton
 from engine.kernels.skinny_linear import choose_tiling, skinny_linear, skinny_linear_reference
+from engine.kernels.weighted_sum import weighted_sum, weighted_sum_reference
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HALF = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16
@@ -329,6 +330,14 @@ def test_ngram_lookup(min_n: int, max_n: int, k: int) -> None:
     assert found.tolist() == is_found.tolist()
     assert set(found.tolist()) == {False, True}
     assert drafts.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("num_rows", "choices", "size"), [(1, 6, 512), (4, 1, 70), (7, 3, 1030)])
+def test_weighted_sum(num_rows: int, choices: int, size: int, dtype: torch.dtype) -> None:
+    x = random(num_rows, choices, size, dtype=dtype, seed=2)
+    weights = random(num_rows, choices, dtype=torch.promote_types(dtype, torch.float32), seed=3)
+    assert_equal(weighted_sum(x, weights), weighted_sum_reference(x, weights))
 
 
 def test_tilings_of_smaller_devices_have_fewer_loads_under_way() -> None:

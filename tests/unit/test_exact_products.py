@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,14 @@ from engine.errors import ConfigError
 from engine.kernels.skinny_linear import Tiling
 from engine.layers import exact_products
 from engine.layers.exact import inexact_layers, make_exact
-from engine.layers.exact_products import ExactProducts, ShapePlan, find_library_rows
+from engine.layers.exact_products import (
+    NARROW,
+    WIDE,
+    ExactProducts,
+    ShapePlan,
+    fast_tilings,
+    find_library_rows,
+)
 from engine.layers.expert_router import ExpertRouter
 from engine.layers.linear import Linear
 from engine.models.loader import load_model
@@ -93,6 +101,35 @@ def test_the_library_gets_only_numbers_of_rows_at_which_it_agrees(library: Libra
         if num_rows:
             assert torch.equal(y, ours(x, weight, bias))
     assert set(library.asked) <= set(found)
+
+
+@pytest.mark.parametrize("library", [(400,)], indirect=True, ids=str)
+@pytest.mark.parametrize(("num_rows", "is_padded"), [(64, False), (65, False), (99, False), (100, True)])
+def test_where_our_kernel_needs_several_tiles_more_rows_are_padded(
+    library: Library, num_rows: int, is_padded: bool
+) -> None:
+    products, weight = ExactProducts(), random(16, 24)
+    products.plans[16, 24, False] = ShapePlan((400,))
+    x = random(num_rows, 24)
+    assert torch.equal(products.linear(x, weight, None), ours(x, weight, None))
+    assert library.asked == ([400] if is_padded else [])
+
+
+@pytest.mark.parametrize("library", [(100,)], indirect=True, ids=str)
+@pytest.mark.parametrize(("num_rows", "is_padded"), [(49, False), (50, True)])
+def test_where_one_tile_does_fewer_are(library: Library, num_rows: int, is_padded: bool) -> None:
+    products, weight = ExactProducts(), random(16, 24)
+    products.plans[16, 24, False] = ShapePlan((100,))
+    products.linear(random(num_rows, 24), weight, None)
+    assert library.asked == ([100] if is_padded else [])
+
+
+def test_tilings_follow_the_width_of_the_result_and_the_device() -> None:
+    hopper, ada = 232_448, 101_376
+    assert fast_tilings(4096, hopper)[64] == NARROW  # a strip for each multiprocessor
+    assert fast_tilings(5376, hopper)[64] == WIDE
+    assert fast_tilings(4096, ada)[64] == replace(NARROW, num_stages=2)
+    assert fast_tilings(5376, ada)[64] == replace(WIDE, num_stages=3)
 
 
 @pytest.mark.parametrize("library", [TRIED], indirect=True, ids=str)
