@@ -13,7 +13,7 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from benchmarks.geometries import GEOMETRIES
-from engine.kernels.attention_form import Form, HeadShape, segment_size
+from engine.kernels.attention_form import DEEP, Form, HeadShape, segment_size
 from engine.kernels.paged_attention import MAX_COUNTERS, paged_attention
 from engine.kernels.triton_support import next_power_of_2
 
@@ -117,10 +117,13 @@ def forms(work: Work) -> Iterator[tuple[Form, int]]:
     usual = segment_size(HeadShape(group, head_size, 2), torch.device("cuda", 0))
     tile_rows = work.query_len * next_power_of_2(group)
     if work.query_len > 16:
-        choices = itertools.product((32, 64, 128), ((0, 2),), (4, 8), (usual // 2, usual, 2 * usual))
+        choices = itertools.product(
+            (32, 64, 128), ((0, 2), (0, DEEP)), (4, 8), (usual // 2, usual, 2 * usual)
+        )
     else:
         row_counts = (16, 32) if tile_rows > 16 else (16,)
-        choices = itertools.product(row_counts, ((0, 2), (1, 1)), (2, 4, 8), (usual // 2, usual, 2 * usual))
+        spans = ((0, 2), (0, DEEP), (1, 1))  # and stages
+        choices = itertools.product(row_counts, spans, (2, 4, 8), (usual // 2, usual, 2 * usual))
     for num_rows, (span, num_stages), num_warps, segment in choices:
         num_words = num_rows * (2 * head_size + segment) // (32 * num_warps)  # of a thread, for its tiles
         is_idle = num_rows * max(segment, head_size) < 512 * num_warps or num_words < 24

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.kernels.dependent_launch import begin, launch_options
+from engine.kernels.spare_rows import empty_with_spare_rows
 from engine.kernels.triton_support import jit, next_power_of_2, sum_type, tl
 
 ActivationName = Literal["silu", "gelu_tanh"]
@@ -88,7 +89,7 @@ def activate_times_triton(
 ) -> torch.Tensor:
     num_rows, size = gate.shape
     assert gate.stride(-1) == factor.stride(-1) == 1, "rows must be dense"
-    y = torch.empty(num_rows, size, dtype=gate.dtype, device=gate.device)
+    y = empty_with_spare_rows(num_rows, size, gate)
     block = min(next_power_of_2(size), MAX_BLOCK)
     _activate_times_kernel[(num_rows, -(-size // block))](
         gate,

@@ -234,8 +234,6 @@ def latent_attention(
             out,
             positions,
             num_segments,
-            out.stride(0),
-            out.stride(1),
             WINDOW=0,
             NUM_HEADS=num_heads,
             HEAD_SIZE=value_size,

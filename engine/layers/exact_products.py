@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.kernels.skinny_linear import MAX_ROWS, Tiling, fitted, skinny_linear
+from engine.kernels.spare_rows import with_spare_rows
 from engine.kernels.triton_support import shared_memory_bytes
 
 # Every number up to 64, then steps of an eighth: so many rows more cost nothing, and trials take time at start-up.
@@ -70,7 +71,7 @@ class ExactProducts:
         if count > max(CHEAP_ROWS, most):
             return skinny_linear(x, weight, bias, tiling=plan.tiling(num_rows))
         if count > num_rows:
-            x = torch.cat((x, x.new_empty(count - num_rows, x.shape[1])))  # rows that nobody reads
+            x = with_spare_rows(x, count)
         return library_product(x, weight, bias)[:num_rows]
 
     def try_shape(self, weight: torch.Tensor, bias: torch.Tensor | None) -> ShapePlan:

@@ -18,9 +18,10 @@ from engine.attention.registry import make_attention_backend
 from engine.config import ModelConfig
 from engine.kernels import attention_form
 from engine.kernels import paged_attention as paged_attention_module
-from engine.kernels.attention_form import Form, HeadShape, choose_form, segment_size
+from engine.kernels.attention_form import DEEP, Form, HeadShape, choose_form, segment_size
+from engine.kernels.attention_reference import paged_attention_reference
 from engine.kernels.kv_write import kv_write, kv_write_reference
-from engine.kernels.paged_attention import MAX_COUNTERS, paged_attention, paged_attention_reference
+from engine.kernels.paged_attention import MAX_COUNTERS, paged_attention
 from engine.models.loader import load_model
 from tests.support.attention_batches import (
     CASES,
@@ -35,7 +36,16 @@ from tests.support.paged_forward import PagedForward
 from tests.support.tiny_models import make_tiny_checkpoint
 
 WHOLE, SPLIT = Form(16, 0, 4, 2), Form(16, 1, 4, 1)
-FORMS = [Form(32, 0, 4, 2), Form(16, 2, 2, 2), Form(32, 1, 4, 2), Form(16, 4, 4, 2)]
+FORMS = [
+    Form(32, 0, 4, 2),
+    Form(16, 0, 8, 2),
+    Form(16, 2, 2, 2),
+    Form(16, 1, 8, 1),
+    Form(32, 1, 4, 2),
+    Form(32, 1, 8, 1),
+    Form(16, 4, 4, 2),
+]
+DEEP_FORMS = [Form(16, 0, 4, DEEP), Form(16, 0, 8, DEEP), Form(32, 0, 4, DEEP), Form(32, 0, 8, DEEP)]
 WIDE_FORMS = [Form(64, 0, 4, 2), Form(64, 0, 8, 2), Form(128, 0, 8, 2)]
 
 
@@ -54,7 +64,7 @@ def test_it_equals_the_definition(case: Case, dtype: torch.dtype) -> None:
 
 FORM_CASES = [
     Case((1, 4, 2), (300, 33, 100), 9, 3, 64),
-    Case((5, 1), (150, 77), 4, 2, 256, window=70),
+    Case((5, 1), (650, 77), 4, 2, 256, window=70),
     Case((60, 17, 1), (360, 17, 40), 4, 1, 128),
     Case((41, 20), (341, 20), 4, 2, 64, window=150),
 ]
@@ -64,7 +74,8 @@ LARGE_HEADS = Case((3,), (90,), 8, 1, 512, window=40)  # whose sums for 64 rows 
 @pytest.mark.parametrize(
     ("case", "form"),
     [
-        *((case, form) for case in FORM_CASES for form in (SPLIT, *FORMS, *WIDE_FORMS)),
+        *((case, form) for case in FORM_CASES for form in (SPLIT, *FORMS, *DEEP_FORMS, *WIDE_FORMS)),
+        (FORM_CASES[2], Form(128, 0, 8, DEEP)),
         *((LARGE_HEADS, form) for form in (SPLIT, *FORMS)),
     ],
     ids=str,
@@ -100,29 +111,56 @@ def test_no_form_is_compiled_with_fused_products(form: Form, monkeypatch: pytest
 
 
 def test_forms_by_the_work() -> None:
-    """Few requests split contexts, many do not; several rows of a verification share the reading of keys."""
-    shape = HeadShape(4, 128, 2)
+    """Contexts are split while programs are few; several rows of a verification share the reading of keys."""
 
-    def chosen(num_reqs: int, max_query_len: int, max_seq_len: int = 512) -> Form:
-        bounds = {"max_query_len": max_query_len, "max_seq_len": max_seq_len}
-        return choose_form(shape, torch.device("cpu"), num_reqs=num_reqs, num_kv_heads=8, **bounds)
+    def chosen(
+        num_reqs: int,
+        max_query_len: int,
+        max_seq_len: int = 300,
+        head_size: int = 128,
+        window: int | None = None,
+    ) -> Form:
+        return choose_form(
+            HeadShape(4, head_size, 2),
+            torch.device("cpu"),
+            num_reqs=num_reqs,
+            num_kv_heads=8,
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+            window=window,
+        )
 
-    assert chosen(1, 1) == chosen(1, 5) == chosen(32, 1, 8192) == Form(16, 1, 4, 1)
-    assert chosen(64, 1) == Form(16, 0, 4, 2, max_registers=128)
-    assert chosen(64, 5) == Form(32, 0, 4, 2)
-    assert chosen(64, 1, 8192).span == 0
-    assert chosen(32, 5, 16384).span == 1
-    assert chosen(32, 5, 65536).span == 0  # its segments would take gigabytes
+    assert chosen(1, 1) == chosen(1, 5) == chosen(8, 1) == Form(16, 1, 8, 1)
+    assert chosen(16, 1) == chosen(16, 1, 8192) == Form(16, 1, 4, 1)
+    assert chosen(8, 5) == Form(32, 1, 8, 1)
+    assert chosen(32, 1) == chosen(32, 1, 8192) == Form(16, 0, 4, DEEP)
+    assert chosen(32, 5) == Form(32, 0, 4, DEEP)
+    assert chosen(64, 1) == Form(16, 0, 4, 2)
+    assert chosen(64, 5) == Form(32, 0, 4, 2, max_registers=128)
+    assert chosen(1, 1, head_size=256, window=100, max_seq_len=32768) == Form(16, 1, 8, 1)
+    assert chosen(4, 1, head_size=256, max_seq_len=32768) == Form(16, 1, 4, 1)
+    assert chosen(16, 1, head_size=256) == Form(16, 0, 8, DEEP)
+    assert chosen(64, 1, head_size=256) == Form(16, 0, 4, 2)
+    assert chosen(64, 1, head_size=512) == Form(16, 0, 8, 2)
+    assert chosen(8, 1, 1 << 21).span == 0  # its segments would take gigabytes
     assert chosen(1, 500) == Form(32, 0, 4, 2)  # nothing is known of the instructions for wider tiles there
 
 
-def test_tiles_are_lower_where_shared_memory_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forms_of_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """High tiles for long ones; lower ones, of fewer stages, where shared memory is small."""
     monkeypatch.setattr(attention_form, "wide_tiles_sum_alike", lambda device: True)
-    shape, device = HeadShape(2, 256, 2), torch.device("cpu")
-    bounds = {"num_reqs": 1, "num_kv_heads": 2, "max_query_len": 500, "max_seq_len": 500}
-    for num_bytes, num_rows in ((232448, 64), (101376, 32)):
-        monkeypatch.setattr(attention_form, "shared_memory_bytes", lambda device, limit=num_bytes: limit)
-        assert choose_form(shape, device, **bounds).num_rows == num_rows
+    hopper, small = 232448, 101376
+
+    def chosen(head_size: int, max_seq_len: int, shared_bytes: int) -> Form:
+        monkeypatch.setattr(attention_form, "shared_memory_bytes", lambda device: shared_bytes)
+        bounds = {"num_reqs": 1, "num_kv_heads": 2, "max_query_len": 500, "max_seq_len": max_seq_len}
+        return choose_form(HeadShape(2, head_size, 2), torch.device("cpu"), **bounds)
+
+    assert chosen(64, 4096, hopper) == chosen(128, 500, hopper) == Form(64, 0, 4, 2)
+    assert chosen(128, 4096, hopper) == Form(128, 0, 8, DEEP)
+    assert chosen(128, 4096, small) == Form(128, 0, 8, 2)
+    assert chosen(256, 500, hopper) == Form(128, 0, 8, 2)
+    assert chosen(256, 500, small) == Form(32, 0, 8, 2)
 
 
 @pytest.mark.parametrize("head_size", [64, 256])

@@ -37,6 +37,9 @@ CASES = [
     Case((1, 4, 2), (130, 33, 100), 9, 3, 64),
     Case((3, 1), (99, 64), 4, 2, 128, window=40),
     Case((1, 1), (65, 1), 2, 1, 256),
+    Case((1,), (40,), 2, 1, 64, window=7),
+    Case((5,), (90,), 2, 1, 64, block_size=64, window=10),
+    Case((2, 1), (200, 40), 2, 1, 64, block_size=256, window=30),
     Case((5, 5), (47, 40), 4, 2, 64, num_behind=3),
     Case((5, 2), (67, 40), 4, 2, 64, num_behind=4),
 ]
@@ -75,7 +78,8 @@ class AttentionBatch:
         for request, total in enumerate(case.seq_lens):
             first_row = int(self.positions[int(self.query_start_loc[request])])
             first_key = 0 if case.window is None else max(first_row - case.window + 1, 0)
-            keys = torch.arange(first_key, total, device=DEVICE)
+            # Before it, a block's keys are the request's own; blocks before that may be another's.
+            keys = torch.arange(first_key // case.block_size * case.block_size, total, device=DEVICE)
             blocks = self.block_table[request].long()[keys // case.block_size]
             is_seen[blocks, keys % case.block_size] = True
         self.key_cache[~is_seen] = self.value_cache[~is_seen] = float("nan")

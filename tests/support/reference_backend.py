@@ -10,9 +10,9 @@ import torch
 
 from engine.attention.metadata import LayerKVCache
 from engine.attention.triton_backend import TritonAttentionBackend
+from engine.kernels.attention_reference import paged_attention_reference
 from engine.kernels.kv_write import kv_write_reference
 from engine.kernels.latent_attention import latent_attention_reference
-from engine.kernels.paged_attention import paged_attention_reference
 
 
 class ReferenceBackend(TritonAttentionBackend):
