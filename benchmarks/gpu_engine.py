@@ -48,6 +48,7 @@ class Setup:
     backend: str = "auto"
     graphs: str = "auto"
     numerics: str = "auto"
+    weights: str = "uniform"  # as the peer's dummy weights
     num_layers: int | None = None  # fewer than the geometry has, for a rehearsal
     kv_cache_bytes: int | None = None
 
@@ -85,7 +86,7 @@ def make_core(setup: Setup) -> EngineCore:
         folder = Path(name)
         write_checkpoint(setup, folder)
         config = engine_config(
-            model={"model": str(folder), "load_format": "dummy"},
+            model={"model": str(folder), "load_format": "dummy", "dummy_weights": setup.weights},
             device=setup.device,
             attention_backend=setup.backend,
             cuda_graphs=setup.graphs,

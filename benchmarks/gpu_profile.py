@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.geometries import GEOMETRIES
 from benchmarks.gpu_engine import METHODS, Setup, add_requests, capture_asked, make_core, run_batch
-from engine.config import CudaGraphsName, NumericsName
+from engine.config import CudaGraphsName, DummyWeightsName, NumericsName
 from engine.core import EngineCore
 
 NUM_FIRST_STEPS, NUM_STEPS = 20, 50
@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--graphs", default="auto", choices=get_args(CudaGraphsName))
     parser.add_argument("--numerics", default="auto", choices=get_args(NumericsName))
+    parser.add_argument("--weights", default="uniform", choices=get_args(DummyWeightsName))
     arguments = parser.parse_args()
     num_drafts = 0 if arguments.speculator == "none" else arguments.k
     core = make_core(
@@ -51,6 +52,7 @@ def main() -> None:
             backend=arguments.backend,
             graphs=arguments.graphs,
             numerics=arguments.numerics,
+            weights=arguments.weights,
         )
     )
     for batch in arguments.batch:

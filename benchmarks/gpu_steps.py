@@ -6,6 +6,8 @@ python -m benchmarks.gpu_steps [--geometry llama-3.1-8b] [--speculator none eagl
 requests of the time per output token and of the time between two outputs (a step) are printed with the spread over the
 runs. Graphs that the runs ask for are captured before them. Drafters have dummy weights too, and acceptance is
 synthetic: the first two drafts of a step are accepted, so with k = 4 it yields three tokens; only step times compare.
+The weights are the peer's too, uniform within 0.001. With `--weights normal`, spread like a trained model's, products
+of many rows draw so much power that the device lowers its clock, and steps that consist of them take longer.
 `--prefill N` also measures one request of N prompt tokens and one output token, without drafts.
 
 A configuration that fails is a row with an error, and the others go on; rows are written as they come. A rehearsal of
@@ -38,7 +40,7 @@ from benchmarks.gpu_engine import (
     start,
     write_report,
 )
-from engine.config import CudaGraphsName, NumericsName
+from engine.config import CudaGraphsName, DummyWeightsName, NumericsName
 from engine.core import EngineCore
 
 NUM_WARM_UP_TOKENS = 32  # of output, in the run that asks for graphs
@@ -155,6 +157,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--graphs", nargs="+", default=["auto"], choices=get_args(CudaGraphsName))
     parser.add_argument("--numerics", nargs="+", default=["auto"], choices=get_args(NumericsName))
+    parser.add_argument("--weights", nargs="+", default=["uniform"], choices=get_args(DummyWeightsName))
     parser.add_argument("--num-layers", type=int, help="fewer than the geometry has: a rehearsal")
     parser.add_argument("--kv-cache-bytes", type=int, help="default: the engine's share of the memory")
     parser.add_argument(
@@ -166,7 +169,12 @@ def make_parser() -> argparse.ArgumentParser:
 
 def setups_of(arguments: argparse.Namespace) -> list[Setup]:
     combinations = itertools.product(
-        arguments.geometry, arguments.speculator, arguments.k, arguments.graphs, arguments.numerics
+        arguments.geometry,
+        arguments.speculator,
+        arguments.k,
+        arguments.graphs,
+        arguments.numerics,
+        arguments.weights,
     )
     wanted = [
         Setup(
@@ -177,10 +185,11 @@ def setups_of(arguments: argparse.Namespace) -> list[Setup]:
             backend=arguments.backend,
             graphs=graphs,
             numerics=numerics,
+            weights=weights,
             num_layers=arguments.num_layers,
             kv_cache_bytes=arguments.kv_cache_bytes,
         )
-        for geometry, speculator, num_drafts, graphs, numerics in combinations
+        for geometry, speculator, num_drafts, graphs, numerics, weights in combinations
     ]
     return list(dict.fromkeys(setup for setup in wanted if setup.is_possible))
 

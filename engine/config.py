@@ -12,6 +12,8 @@ DTypeName = Literal["auto", "float32", "float16", "bfloat16", "float64"]
 VerificationName = Literal["coupled", "ratio"]
 CudaGraphsName = Literal["auto", "none", "full_decode", "full"]
 NumericsName = Literal["auto", "exact", "fast"]
+# normal: matrices like a trained model's, vectors one; uniform: all within 0.001, as in other engines.
+DummyWeightsName = Literal["normal", "uniform"]
 
 
 class _Frozen(BaseModel):
@@ -28,6 +30,7 @@ class ModelConfig(_Frozen):
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
     dtype: DTypeName = "auto"
     seed: int = 0  # dummy weights
+    dummy_weights: DummyWeightsName = "normal"
 
     @property
     def name(self) -> str:

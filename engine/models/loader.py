@@ -10,7 +10,7 @@ import torch
 
 from engine.checkpoint.open import open_checkpoint
 from engine.checkpoint.source import CheckpointSource, eos_token_ids
-from engine.config import DTypeName, ModelConfig
+from engine.config import DTypeName, DummyWeightsName, ModelConfig
 from engine.errors import CheckpointError
 from engine.messages import LoadProgress
 from engine.models.base import CausalLM
@@ -22,7 +22,8 @@ _DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-DUMMY_WEIGHT_STD = 0.02
+DUMMY_STD = 0.02  # of normal weights
+DUMMY_BOUND = 1e-3  # of uniform ones
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,7 @@ class LoadedModel:
     num_parameters: int
     weight_bytes: int
     source: CheckpointSource | None = None  # of the weights; None: they are random
+    dummy_weights: DummyWeightsName = "normal"  # where they are random
 
 
 def load_model(
@@ -54,7 +56,7 @@ def load_model(
     model = MODELS.get(architecture)(raw_config, dtype, device)
     weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
     if config.load_format == "dummy":
-        _fill_randomly(model.parameters(), config.seed)
+        _fill_randomly(model.parameters(), config.seed, config.dummy_weights)
     else:
         model.load_weights(_with_progress(source, weight_bytes, dtype, on_progress))
     return LoadedModel(
@@ -67,6 +69,7 @@ def load_model(
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         weight_bytes=weight_bytes,
         source=None if config.load_format == "dummy" else source,
+        dummy_weights=config.dummy_weights,
     )
 
 
@@ -88,7 +91,7 @@ def load_drafter(part: CheckpointPart, source: CheckpointSource | None, target: 
     """Weights from a checkpoint of the drafter's own; random ones for a target with random ones. Raises
     CheckpointError."""
     if target.source is None or source is None:
-        _fill_randomly(part.parameters(), seed=target.num_parameters)
+        _fill_randomly(part.parameters(), target.num_parameters, target.dummy_weights)
     else:
         part.load_weights((name, torch.as_tensor(values)) for name, values in source.tensors())
 
@@ -134,11 +137,13 @@ def _with_progress(
         on_progress(LoadProgress(phase="load", fraction=min(loaded_bytes / weight_bytes, 1.0)))
 
 
-def _fill_randomly(parameters: Iterable[torch.nn.Parameter], seed: int) -> None:
-    """Matrices ~ N(0, 0.02), vectors (norm weights and biases) one: nothing degenerate, and repeatable."""
+def _fill_randomly(parameters: Iterable[torch.nn.Parameter], seed: int, kind: DummyWeightsName) -> None:
+    """Repeatable by the seed."""
     for index, parameter in enumerate(parameters):
-        if parameter.ndim == 1:
+        generator = torch.Generator(parameter.device).manual_seed(seed + index)
+        if kind == "uniform":
+            parameter.uniform_(-DUMMY_BOUND, DUMMY_BOUND, generator=generator)
+        elif parameter.ndim == 1:  # norm weights and biases: nothing degenerates
             parameter.fill_(1.0)
         else:
-            generator = torch.Generator(parameter.device).manual_seed(seed + index)
-            parameter.normal_(0.0, DUMMY_WEIGHT_STD, generator=generator)
+            parameter.normal_(0.0, DUMMY_STD, generator=generator)

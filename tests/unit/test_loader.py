@@ -156,6 +156,14 @@ def test_dummy_weights_need_no_file_and_repeat_by_seed(checkpoint: Path) -> None
     assert not torch.equal(weights[0], weights[2])
 
 
+def test_uniform_dummy_weights_are_small_in_norms_too(checkpoint: Path) -> None:
+    """What other engines call dummy weights: a step draws less power with them, so only with them times compare."""
+    model = load(checkpoint, load_format="dummy", dummy_weights="uniform").model
+    for parameter in model.parameters():
+        assert 0.0005 < parameter.abs().max() <= 0.001
+        assert parameter.unique().numel() > min(parameter.numel() // 2, 100)
+
+
 # ---- what is refused
 
 
