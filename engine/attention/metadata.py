@@ -83,6 +83,10 @@ class NeededTokens:
     counts: list[int]  # by request; 0: none of its tokens
     tokens: torch.Tensor  # [sum of counts] int64
 
+    def spread(self, rows: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """Their rows, [sum of counts, size], among those of all tokens: [num_tokens, size]; others hold anything."""
+        return rows.new_empty(num_tokens, rows.shape[1]).index_copy_(0, self.tokens, rows)
+
 
 @dataclass(frozen=True)
 class LayerKVCache:

@@ -156,19 +156,22 @@ class GemmaDecoder(CausalLM):
         x = self.embed(input_ids)
         inputs = None if self.per_layer_embedding is None else self.per_layer_embedding(input_ids, x)
         rotations = {kind: rotary(positions) for kind, rotary in self.rotary.items()}
-        first_shared = self.config.first_shared_layer
-        x = self._run_layers(0, first_shared, x, rotations, attention, inputs)
-        if attention.needed is None:
+        needed, first_shared = attention.needed, self.config.first_shared_layer
+        tokens = None if needed is None else needed.tokens
+        # Behind the last keys and values nobody reads what is made of tokens that are not needed.
+        x = self._run_layers(0, first_shared, x, rotations, attention, inputs, tokens)
+        if tokens is not None and not len(tokens):
+            return x
+        if first_shared < self.num_layers:
+            if tokens is not None:
+                rotations = {
+                    kind: (cosine[tokens], sine[tokens]) for kind, (cosine, sine) in rotations.items()
+                }
+                inputs = None if inputs is None else inputs[tokens]
+                attention = attention.narrow()
             x = self._run_layers(first_shared, self.num_layers, x, rotations, attention, inputs)
-        elif first_shared < self.num_layers and len(tokens := attention.needed.tokens) > 0:
-            # The layers from here on write no cache: nobody reads what they make of other tokens.
-            rotations = {kind: (cosine[tokens], sine[tokens]) for kind, (cosine, sine) in rotations.items()}
-            inputs = None if inputs is None else inputs[tokens]
-            narrowed = attention.narrow()
-            last = self._run_layers(first_shared, self.num_layers, x[tokens], rotations, narrowed, inputs)
-            x = x.index_copy(0, tokens, last)
         output: torch.Tensor = self.norm(x)
-        return output
+        return output if needed is None else needed.spread(output, len(input_ids))
 
     def _run_layers(
         self,
@@ -178,20 +181,29 @@ class GemmaDecoder(CausalLM):
         rotations: Mapping[str, Rotation],
         attention: AttentionContext,
         layer_inputs: torch.Tensor | None,
+        tokens: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Layers first .. end - 1. layer_inputs: [num_tokens, num_layers, per-layer size]."""
+        """Layers first .. end - 1. layer_inputs: [num_tokens, num_layers, per-layer size]. `tokens`: the only ones that
+        the last layer goes on with behind its attention, and that are returned; of none, what is returned is no output.
+        """
         normed = None
         for index in range(first, end):
             layer = self.layers[index]
             assert isinstance(layer, GemmaDecoderLayer)
             attention.observe(index, x)
+            normed = layer.input_norm(x) if normed is None else normed
+            only = tokens if index + 1 == end else None
+            if only is not None and not len(only):
+                layer.attention.attend(normed, rotations[layer.layer_type], attention)
+                return x
             x, normed = layer(
                 x,
-                layer.input_norm(x) if normed is None else normed,
+                normed,
                 rotations[layer.layer_type],
                 attention,
                 layer_input=None if layer_inputs is None else layer_inputs[:, index],
                 next_norm=self.layers[index + 1].input_norm if index + 1 < end else None,
+                tokens=only,
             )
         return x
 

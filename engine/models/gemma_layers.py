@@ -63,10 +63,10 @@ class GemmaAttention(nn.Module):
         )
         self.attention = Attention(cache_index, layout, head_size=head_size, scale=config.attention_scale)
 
-    def forward(self, x: torch.Tensor, rotation: Rotation, context: AttentionContext) -> torch.Tensor:
-        """x: [num_tokens, hidden_size]; returns the same shape."""
-        output: torch.Tensor = self.output(self.attention(self.qkv(x), rotation, context))
-        return output
+    def attend(self, x: torch.Tensor, rotation: Rotation, context: AttentionContext) -> torch.Tensor:
+        """x: [num_tokens, hidden_size]. Returns what `output` is applied to."""
+        attended: torch.Tensor = self.attention(self.qkv(x), rotation, context)
+        return attended
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.qkv.checkpoint_tensors(prefix)
@@ -164,12 +164,17 @@ class GemmaDecoderLayer(nn.Module):
         *,
         layer_input: torch.Tensor | None = None,
         next_norm: GemmaRMSNorm | None = None,
+        tokens: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x: [num_tokens, hidden_size]; normed: input_norm(x); layer_input: [num_tokens, per-layer size], where the
         model has them. Returns (x, next_norm(x)) for the next layer, x twice without one: a norm costs nothing where
-        the sum is made.
+        the sum is made. `tokens`: the only ones that anything is computed of behind attention, and returned.
         """
-        branch = self.attention(normed, rotation, context)
+        attended = self.attention.attend(normed, rotation, context)
+        if tokens is not None:
+            x, attended = x[tokens], attended[tokens]
+            layer_input = None if layer_input is None else layer_input[tokens]
+        branch = self.attention.output(attended)
         x, normed = self.post_attention_norm.add_normed(x, branch, next_norm=self.mlp_norm)
         branch = self.mlp(normed)
         if self.experts is not None:

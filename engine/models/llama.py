@@ -88,17 +88,11 @@ class DecoderLayer(nn.Module):
             x, self.attention.attend(self.attention_norm.pending(x), rotation, context)
         )
 
-    def forward_normed(
-        self,
-        x: torch.Tensor,
-        rows: Rows,
-        rotation: Rotation,
-        context: AttentionContext,
-        next_norm: RMSNorm,
+    def after_attention_normed(
+        self, residual: torch.Tensor, attended: torch.Tensor, next_norm: RMSNorm
     ) -> tuple[torch.Tensor, Rows]:
-        """rows: x behind this layer's first norm. Returns (the layer's output, the same behind `next_norm`)."""
-        attended = self.attention.attend(rows, rotation, context)
-        x, rows = self.mlp_norm.after(x, self.attention.output, attended)
+        """(The layer's output, the same behind `next_norm`). residual: [num_tokens, hidden_size]."""
+        x, rows = self.mlp_norm.after(residual, self.attention.output, attended)
         return next_norm.after(x, self.mlp.down, self.mlp.activate(rows))
 
     def after_attention(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
@@ -156,10 +150,18 @@ class LlamaForCausalLM(CausalLM):
         layers = cast(Sequence[DecoderLayer], self.layers)
         norms = [*(layer.attention_norm for layer in layers), self.norm]
         rows: Rows = norms[0].pending(x)
+        needed = attention.needed
         for index, layer in enumerate(layers):
             attention.observe(index, x)
-            x, rows = layer.forward_normed(x, rows, rotation, attention, norms[index + 1])
-        return normed(rows)
+            attended = layer.attention.attend(rows, rotation, attention)
+            if needed is not None and index + 1 == self.num_layers:
+                # Nobody reads what is made of other tokens behind the last keys and values.
+                if not len(needed.tokens):
+                    return x
+                x, attended = x[needed.tokens], attended[needed.tokens]
+            x, rows = layer.after_attention_normed(x, attended, norms[index + 1])
+        output = normed(rows)
+        return output if needed is None else needed.spread(output, len(input_ids))
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return self.head.logits(hidden_states)

@@ -7,8 +7,8 @@ from __future__ import annotations
 import logging
 import re
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -98,8 +98,16 @@ class MoEDecoderLayer(nn.Module):
 
     def forward(self, x: torch.Tensor, rotation: Rotation, context: AttentionContext) -> torch.Tensor:
         """x: [num_tokens, hidden_size]; returns the same shape."""
-        attended = self.attention.attend(self.attention_norm(x), rotation, context)
-        x, normed = self.feed_forward_norm.after(x, self.attention.output, attended)
+        return self.after_attention(x, self.attend(x, rotation, context))
+
+    def attend(self, x: torch.Tensor, rotation: Rotation, context: AttentionContext) -> torch.Tensor:
+        """x: [num_tokens, hidden_size]. Returns what `after_attention` goes on with."""
+        attended: torch.Tensor = self.attention.attend(self.attention_norm(x), rotation, context)
+        return attended
+
+    def after_attention(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """The rest of the layer. residual: [num_tokens, hidden_size]; returns the same shape."""
+        x, normed = self.feed_forward_norm.after(residual, self.attention.output, attended)
         return self.feed_forward.add_to(x, normed)
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -171,11 +179,18 @@ class MoEDecoder(CausalLM):
     ) -> torch.Tensor:
         x = self.embed(input_ids)
         rotation = self.rotary(positions)
-        for index, layer in enumerate(self.layers):
+        needed = attention.needed
+        for index, layer in enumerate(cast(Sequence[MoEDecoderLayer], self.layers)):
             attention.observe(index, x)
-            x = layer(x, rotation, attention)
+            attended = layer.attend(x, rotation, attention)
+            if needed is not None and index + 1 == self.num_layers:
+                # Nobody reads what is made of other tokens behind the last keys and values.
+                if not len(needed.tokens):
+                    return x
+                x, attended = x[needed.tokens], attended[needed.tokens]
+            x = layer.after_attention(x, attended)
         output: torch.Tensor = self.norm(x)
-        return output
+        return output if needed is None else needed.spread(output, len(input_ids))
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return self.head.logits(hidden_states)
