@@ -20,6 +20,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
+from engine.garbage import no_collection
+
 logger = logging.getLogger(__name__)
 
 Recorder = Callable[[Callable[[], None]], Callable[[], None]]  # what runs -> what replays it
@@ -41,7 +43,7 @@ class CudaRecorder:
         with torch.cuda.stream(self._stream):
             run()  # compiles kernels and sizes workspaces, which a capture must not do
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+        with no_collection(), torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             run()
         torch.cuda.current_stream().wait_stream(self._stream)
         replay: Callable[[], None] = graph.replay

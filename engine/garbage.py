@@ -10,6 +10,8 @@ vain.
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 MAX_YOUNG = 20_000  # objects more than at the last collection, at which there is another one
 
@@ -21,3 +23,15 @@ def spare_what_is_loaded() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(MAX_YOUNG, *gc.get_threshold()[1:])
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """While a CUDA graph is captured: destroying another one, as a collection might, would end the capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
