@@ -15,6 +15,8 @@ import json
 import random
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +56,8 @@ def measure(
         write_checkpoint(setup, folder)
         write_tokenizer(folder, setup.config["vocab_size"])
         started = time.perf_counter()
-        with ServerProcess(folder, folder / "log", arguments=_arguments(setup)) as server:
+        log = folder / "log"
+        with _shown_on_failure(log), ServerProcess(folder, log, arguments=_arguments(setup)) as server:
             seconds = time.perf_counter() - started
             print(f"{setup.describe()}: serving after {seconds:.1f} s", flush=True)
             rows = []
@@ -79,6 +82,17 @@ def measure(
                 )
                 print(json.dumps(rows[-1]), flush=True)
     return rows
+
+
+@contextmanager
+def _shown_on_failure(log: Path) -> Iterator[None]:
+    """The end of the server's log: it lies in a folder that is gone afterwards."""
+    try:
+        yield
+    except Exception:
+        if log.exists():
+            print(log.read_text()[-4000:], flush=True)
+        raise
 
 
 def _arguments(setup: Setup) -> list[str]:

@@ -12,7 +12,6 @@ import asyncio
 import json
 import time
 from datetime import UTC, datetime
-from importlib.metadata import version
 from typing import Any
 
 import grpc
@@ -31,6 +30,7 @@ from server.gateway_response import GatewaySink
 from server.service import deadline_of
 from server.serving import Serving
 from server.token_rate import TokenRate
+from server.version import slipstream_version
 
 DESCRIPTOR = vllm.DESCRIPTOR.services_by_name["VllmEngine"]
 SERVER_TYPE = "vllm-grpc"  # what gateways know this protocol by
@@ -150,7 +150,7 @@ class VllmEngineService:
         )
         return vllm.GetLoadsResponse(
             timestamp=datetime.now(UTC).isoformat(),
-            version=version("slipstream"),
+            version=slipstream_version(),
             dp_rank_count=1,
             loads=[load],
         )

@@ -9,7 +9,6 @@ in server/convert.py.
 from __future__ import annotations
 
 import time
-from importlib.metadata import version
 from typing import Any
 
 import grpc
@@ -20,6 +19,7 @@ from server.fields import check_fields
 from server.pb.slipstream.v1 import generation_pb2 as pb
 from server.pb.slipstream.v1 import generation_pb2_grpc as pb_grpc
 from server.serving import Serving
+from server.version import slipstream_version
 
 SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
 
@@ -108,7 +108,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         info = self._serving.ready().client.model_info
         check_fields(request)
         return pb.GetServerInfoResponse(
-            version=version("slipstream"),
+            version=slipstream_version(),
             kv_cache_bytes=info.kv_cache_bytes,
             kv_bytes_per_token=info.kv_bytes_per_token,
             block_size=info.block_size,

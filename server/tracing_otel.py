@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from importlib.metadata import version
 from typing import Any
 
 import grpc
@@ -24,6 +23,7 @@ from engine.messages import RequestTimes
 from server.choice import SpeculationTotals
 from server.interceptors import Handler, run_to_status, wrap
 from server.tracing import Tracing
+from server.version import slipstream_version
 
 EXPORT_TIMEOUT = 5.0  # seconds
 NANOSECONDS = 1e9
@@ -46,7 +46,7 @@ class OtelTracing(Tracing):
     """
 
     def __init__(self, endpoint: str, model_name: str) -> None:
-        resource = Resource.create({"service.name": "slipstream", "service.version": version("slipstream")})
+        resource = Resource.create({"service.name": "slipstream", "service.version": slipstream_version()})
         self._model_name = model_name
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from importlib.metadata import version
 from typing import Annotated
 
 import typer
+
+from server.version import slipstream_version
 
 # name -> module with a function of that name, and the first line of its help
 COMMANDS = {
@@ -48,7 +49,7 @@ def make_app(invoked: str | None) -> typer.Typer:
 
 def _show_version(is_asked: bool) -> None:
     if is_asked:
-        typer.echo(version("slipstream"))
+        typer.echo(slipstream_version())
         raise typer.Exit
 
 
