@@ -47,7 +47,7 @@ CONFIG = {
         "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
     },
 }
-PROMPTS = [list(range(3, 3 + length)) for length in (1, 5, 19, 30)]
+PROMPTS = [list(range(3, 3 + length)) for length in (30, 19, 5, 1)]
 
 
 MAKERS: dict[str, Callable[[Path], Path]] = {
@@ -72,7 +72,7 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def run(
-    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, **params: Any
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, max_num_batched_tokens: int = 64, **params: Any
 ) -> tuple[dict[str, Result], list[int]]:
     """The results, and the rows that the last layer goes on with behind attention in each pass."""
     rows: list[int] = []
@@ -89,7 +89,11 @@ def run(
         device="cpu",
         draft_policy="first",
         speculators=(SpeculatorConfig(method="ngram", k=2, options={"min_n": "1"}),),
-        scheduler={"max_prefill_chunk": 8, "max_prefill_stall": None, "max_num_batched_tokens": 64},
+        scheduler={
+            "max_prefill_chunk": 8,
+            "max_prefill_stall": None,
+            "max_num_batched_tokens": max_num_batched_tokens,
+        },
         cache={"block_size": 4, "num_blocks": 200, "enable_prefix_cache": False},
     )
     with monkeypatch.context() as patched:
@@ -102,9 +106,11 @@ def run(
         return Harness(core).run(requests), rows
 
 
+@pytest.mark.parametrize("max_num_batched_tokens", [8, 64])
 def test_only_needed_tokens_are_computed_and_the_text_is_the_same(
-    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, max_num_batched_tokens: int
 ) -> None:
+    """With few tokens a step, some steps have nothing but the middle of a prompt."""
     num_wanted: list[int] = []  # rows that logits are computed of, in each pass
     needed_tokens = ModelRunner._needed_tokens
 
@@ -114,9 +120,10 @@ def test_only_needed_tokens_are_computed_and_the_text_is_the_same(
 
     with monkeypatch.context() as patched:
         patched.setattr(ModelRunner, "_needed_tokens", note)
-        results, rows = run(loaded, monkeypatch)
+        results, rows = run(loaded, monkeypatch, max_num_batched_tokens)
         patched.setattr(ModelRunner, "_needed_tokens", lambda self, batch: None)
-        expected, all_rows = run(loaded, monkeypatch)
+        expected, all_rows = run(loaded, monkeypatch, max_num_batched_tokens)
+    assert 0 in num_wanted or max_num_batched_tokens > 8
     assert {name: result.token_ids for name, result in results.items()} == {
         name: result.token_ids for name, result in expected.items()
     }
