@@ -21,6 +21,17 @@ def multiply_as_matrix_units(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", _create_dot)
 
 
+def read_scalars_as_newer_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton 3.6 asks numpy for the number in an array of one element in a way that numpy has given up."""
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
+
+
 def _create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
     left, right, result = _widened(a), _widened(b), d.data
     for start in range(0, left.shape[-1], STEP):
