@@ -19,7 +19,11 @@ from engine.kernels.triton_support import next_power_of_2
 
 BYTES_IN_TURN = 400 << 20  # of keys and values, several times the L2 cache
 BLOCK_SIZE = 16
-STEPS = [(1, 300, 1), (64, 300, 1), (256, 300, 1), (1, 2000, 1), (64, 1000, 1), (1, 300, 5), (64, 300, 5)]
+STEPS = [
+    *((batch, 300, 1) for batch in (1, 8, 16, 32, 64, 256)),
+    *((batch, 300, 5) for batch in (1, 8, 32, 64)),
+    *((1, 2000, 1), (8, 2000, 1), (64, 1000, 1), (32, 4000, 1)),
+]
 PROMPTS = [(1, 4096, 4096), (64, 128, 128)]
 
 
@@ -116,19 +120,23 @@ def forms(work: Work) -> Iterator[tuple[Form, int]]:
     head_size, group = heads.head_size, heads.num_heads // heads.num_kv_heads
     usual = segment_size(HeadShape(group, head_size, 2), torch.device("cuda", 0))
     tile_rows = work.query_len * next_power_of_2(group)
+    row_counts: tuple[int, ...] = (16, 32) if tile_rows > 16 else (16,)
+    # Span, stages, registers.
+    kinds: tuple[tuple[int, int, int | None], ...] = (
+        (0, 2, None),
+        (0, 2, 128),
+        (0, DEEP, None),
+        (1, 1, None),
+    )
+    warp_counts: tuple[int, ...] = (2, 4, 8)
     if work.query_len > 16:
-        choices = itertools.product(
-            (32, 64, 128), ((0, 2), (0, DEEP)), (4, 8), (usual // 2, usual, 2 * usual)
-        )
-    else:
-        row_counts = (16, 32) if tile_rows > 16 else (16,)
-        spans = ((0, 2), (0, DEEP), (1, 1))  # and stages
-        choices = itertools.product(row_counts, spans, (2, 4, 8), (usual // 2, usual, 2 * usual))
-    for num_rows, (span, num_stages), num_warps, segment in choices:
+        row_counts, kinds, warp_counts = (32, 64, 128), ((0, 2, None), (0, DEEP, None)), (4, 8)
+    choices = itertools.product(row_counts, kinds, warp_counts, (usual // 2, usual, 2 * usual))
+    for num_rows, (span, num_stages, max_registers), num_warps, segment in choices:
         num_words = num_rows * (2 * head_size + segment) // (32 * num_warps)  # of a thread, for its tiles
         is_idle = num_rows * max(segment, head_size) < 512 * num_warps or num_words < 24
         if num_words <= 260 and not is_idle:
-            yield Form(num_rows, span, num_warps, num_stages), segment
+            yield Form(num_rows, span, num_warps, num_stages, max_registers), segment
 
 
 def measure_attention(

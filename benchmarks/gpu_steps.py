@@ -6,8 +6,8 @@ python -m benchmarks.gpu_steps [--geometry llama-3.1-8b] [--speculator none eagl
 requests of the time per output token and of the time between two outputs (a step) are printed with the spread over the
 runs. Graphs that the runs ask for are captured before them. Drafters have dummy weights too, and acceptance is
 synthetic: the first two drafts of a step are accepted, so with k = 4 it yields three tokens; only step times compare.
-The weights are the peer's too, uniform within 0.001. With `--weights normal`, spread like a trained model's, products
-of many rows draw so much power that the device lowers its clock, and steps that consist of them take longer.
+The weights are the peer's too, uniform within 0.001. With `--weights normal`, spread like a trained model's, steps of
+many rows take longer: the device lowers its clock (`nvidia-smi --query-gpu=clocks.sm,power.draw` meanwhile).
 `--prefill N` also measures one request of N prompt tokens and one output token, without drafts.
 
 A configuration that fails is a row with an error, and the others go on; rows are written as they come. A rehearsal of

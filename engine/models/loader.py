@@ -138,7 +138,7 @@ def _with_progress(
 
 
 def _fill_randomly(parameters: Iterable[torch.nn.Parameter], seed: int, kind: DummyWeightsName) -> None:
-    """Repeatable by the seed."""
+    """As `DummyWeightsName` says; repeatable by the seed."""
     for index, parameter in enumerate(parameters):
         generator = torch.Generator(parameter.device).manual_seed(seed + index)
         if kind == "uniform":
