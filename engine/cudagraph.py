@@ -27,8 +27,7 @@ logger = logging.getLogger(__name__)
 Recorder = Callable[[Callable[[], None]], Callable[[], None]]  # what runs -> what replays it
 SECONDS_BETWEEN_CAPTURES = 1.0  # while requests run: each one delays a step
 MAX_GRAPH_CONTEXT = 16384  # tokens; what a kernel reserves for the parts of a split context grows with it
-MAX_CHUNK_TOKENS = 1024  # of a step with prompt chunks; beyond, launching is no longer what takes the time
-SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+SIZES = (1, 2, 4, 8, *(size << shift for shift in range(10) for size in (16, 24)))  # up to 12,288
 
 
 class CudaRecorder:

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
 from engine.attention.backend import AttentionBackend
 from engine.batch.block_tables import BlockTables
 from engine.config import EngineConfig
-from engine.cudagraph import MAX_CHUNK_TOKENS, MAX_GRAPH_CONTEXT, BatchLimits, CaptureQueue, CudaRecorder
+from engine.cudagraph import MAX_GRAPH_CONTEXT, SIZES, BatchLimits, CaptureQueue, CudaRecorder
 from engine.draft_method import DraftMethod
 from engine.errors import ConfigError
+from engine.layers.linear import Linear
+from engine.layers.moe import RoutedExperts
 from engine.messages import ModelInfo
 from engine.spec_decode.speculator_set import SpeculatorSet
 from engine.worker.graphs import TargetGraphManager
@@ -20,6 +23,9 @@ from engine.worker.step_graphs import StepLimits
 from engine.worker.target import EagerTarget, TargetForward
 
 NUM_GRAPHS_AT_START = 4  # the engine is ready after them; the others follow while it waits for requests
+MIN_CHUNK_TOKENS = 1024  # of a step with prompt chunks, that are captured whatever the model
+# Tokens times weights of a product: a GPU takes about 80 us, and a host as long to launch it and what follows it.
+LAUNCH_BOUND = 24e9
 
 
 def make_captures(
@@ -49,7 +55,7 @@ def with_graphs(
         return eager
     return TargetGraphManager(
         eager,
-        limits=_batch_limits(config, info),
+        limits=_batch_limits(config, info, eager.model),
         block_size=info.block_size,
         max_blocks=block_tables.max_blocks,
         device=block_tables.tables[0].device,
@@ -57,14 +63,22 @@ def with_graphs(
     )
 
 
-def _batch_limits(config: EngineConfig, info: ModelInfo) -> BatchLimits:
+def _batch_limits(config: EngineConfig, info: ModelInfo, target: nn.Module) -> BatchLimits:
     is_full = config.cuda_graphs != "full_decode"
+    most = max(size for size in SIZES if size <= max(MIN_CHUNK_TOKENS, launch_bound_tokens(target)))
     return BatchLimits(
         num_reqs=info.max_num_seqs,
         max_seq_len=min(info.max_model_len, MAX_GRAPH_CONTEXT),
         decode_query_len=1 + config.max_speculative_tokens,
-        chunk_tokens=min(info.max_num_batched_tokens, MAX_CHUNK_TOKENS) if is_full else 0,
+        chunk_tokens=min(info.max_num_batched_tokens, most) if is_full else 0,
     )
+
+
+def launch_bound_tokens(model: nn.Module) -> int:
+    """Up to so many tokens, a step's launches take longer than what they launch; padding costs less then."""
+    layers = [layer for layer in model.modules() if isinstance(layer, (Linear, RoutedExperts))]
+    num_weights = sum(weight.numel() for layer in layers for weight in layer.parameters(recurse=False))
+    return int(LAUNCH_BOUND * len(layers) / num_weights) if num_weights else 0
 
 
 def init_graphs(
@@ -85,7 +99,7 @@ def init_graphs(
         },
         verified_drafts=config.max_speculative_tokens,
     )
-    speculators.init_cudagraph_managers(captures, _batch_limits(config, info))
+    speculators.init_cudagraph_managers(captures, _batch_limits(config, info, eager.model))
     runner.init_graphs(captures, eager, limits)
     for _ in range(NUM_GRAPHS_AT_START):
         runner.capture_next()

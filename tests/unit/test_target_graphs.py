@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch import nn
 
 pytest.importorskip("triton", reason="triton is not installed on this platform")
 
@@ -27,6 +28,8 @@ from engine.cudagraph import (
 )
 from engine.errors import ConfigError
 from engine.kv_spec import PAD_SLOT_ID
+from engine.layers.embedding import TokenEmbedding
+from engine.layers.linear import Linear
 from engine.models.loader import LoadedModel, load_model
 from engine.spec_decode.cudagraph_managers import (
     DecodeSpeculatorCudaGraphManager,
@@ -34,6 +37,7 @@ from engine.spec_decode.cudagraph_managers import (
     PrefillSpeculatorCudaGraphManager,
 )
 from engine.step import ScheduledRequest
+from engine.worker.graph_setup import launch_bound_tokens
 from engine.worker.graphs import TargetGraphManager
 from engine.worker.step_graphs import StepDescriptor, StepGraphs
 from tests.support.cpu_graphs import use_graphs
@@ -332,6 +336,19 @@ def test_a_shape_that_finds_no_memory_is_not_tried_again(caplog: pytest.LogCaptu
 def test_sizes_are_whole_steps_up_to_the_limit() -> None:
     assert sizes_up_to(20) == [1, 2, 4, 8, 16, 20]
     assert [smallest_size(count, 20) for count in (1, 3, 9, 17, 20)] == [1, 4, 16, 20, 20]
+
+
+@pytest.mark.parametrize(("size", "expected"), [(1000, 24000), (8000, 375)])
+def test_chunks_are_captured_while_their_launches_take_longer_than_their_products(
+    size: int, expected: int
+) -> None:
+    layers = [
+        Linear(size, [("a", size)], bias=False, dtype=torch.float32, device=torch.device("meta"))
+        for _ in range(3)
+    ]
+    table = TokenEmbedding(10**6, size, dtype=torch.float32, device=torch.device("meta"))
+    assert launch_bound_tokens(nn.Sequential(*layers, table)) == expected
+    assert launch_bound_tokens(nn.Identity()) == 0
 
 
 @pytest.mark.parametrize("chunk_tokens", [0, 5, 64])
