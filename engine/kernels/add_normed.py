@@ -11,6 +11,7 @@ import torch
 
 from engine.kernels.dependent_launch import begin, launch_options
 from engine.kernels.rms_norm import NormForm, rms_norm_reference
+from engine.kernels.spare_rows import empty_with_spare_rows
 from engine.kernels.triton_support import jit, next_power_of_2, sum_type, tl
 
 
@@ -93,7 +94,7 @@ def add_normed_triton(
     assert not form.rounds_first, "of the two forms only Gemma's is used in this way"
     x, branch = x.contiguous(), branch.contiguous()
     total = torch.empty_like(x)
-    y = total if next_weight is None else torch.empty_like(x)
+    y = total if next_weight is None else empty_with_spare_rows(len(x), x.shape[1], x)
     size = x.shape[-1]
     width = next_power_of_2(size)
     _add_normed_kernel[(x.numel() // size,)](

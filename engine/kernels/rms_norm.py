@@ -20,6 +20,7 @@ import torch.nn.functional as F
 
 from engine.kernels.dependent_launch import begin, launch_options
 from engine.kernels.row_norm import MAX_PAIRED_SIZE, inverse_rms, sum_of_squares, weighted
+from engine.kernels.spare_rows import empty_with_spare_rows
 from engine.kernels.triton_support import jit, next_power_of_2, sum_type, tl
 
 
@@ -97,7 +98,7 @@ def _rms_norm_kernel(
 
 
 def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor | None, form: NormForm) -> torch.Tensor:
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = empty_with_spare_rows(len(x), x.shape[1:].numel(), x).view(x.shape)
     _launch(x, None, weight, None, y, form)
     return y
 
@@ -105,7 +106,7 @@ def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor | None, form: NormForm
 def add_rms_norm_triton(
     x: torch.Tensor, branch: torch.Tensor, weight: torch.Tensor, form: NormForm
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    total, y = torch.empty_like(x), torch.empty_like(x)
+    total, y = torch.empty_like(x), empty_with_spare_rows(len(x), x.shape[1], x)
     _launch(x, branch, weight, total, y, form)
     return total, y
 

@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import torch
 
-SPARE_UP_TO = 128  # rows; beyond, up to a multiple of the half
+STEP = 128  # rows
+
+
+def room_for(num_rows: int) -> int:
+    """As many rows as the memory of so many has."""
+    return -(-num_rows // STEP) * STEP
 
 
 def empty_with_spare_rows(num_rows: int, num_features: int, like: torch.Tensor) -> torch.Tensor:
     """[num_rows, num_features], uninitialized, in the dtype and on the device of `like`."""
-    step = SPARE_UP_TO // 2
-    capacity = max(-(-num_rows // step) * step, SPARE_UP_TO)
-    return torch.empty(capacity, num_features, dtype=like.dtype, device=like.device)[:num_rows]
+    room = room_for(num_rows)
+    return torch.empty(room, num_features, dtype=like.dtype, device=like.device)[:num_rows]
 
 
 def with_spare_rows(x: torch.Tensor, num_rows: int) -> torch.Tensor:

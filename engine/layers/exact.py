@@ -6,10 +6,12 @@ the backend's part.
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 from torch import nn
 
 from engine.layers.embedding import TokenEmbedding
-from engine.layers.exact_products import ExactProducts
+from engine.layers.exact_products import ExactProducts, Shape, shape_of
 from engine.layers.expert_router import ExpertRouter
 from engine.layers.latent_attention import LatentAttention
 from engine.layers.linear import Linear
@@ -27,11 +29,14 @@ def make_exact(model: nn.Module) -> ExactProducts:
     that logits are computed."""
     assert not inexact_layers(model)
     products = ExactProducts()
+    same_shape: dict[Shape, list[Linear]] = defaultdict(list)
     for layer in model.modules():
         if isinstance(layer, Linear):
-            products.try_shape(layer.weight, layer.bias)
+            same_shape[shape_of(layer.weight, layer.bias)].append(layer)
         if isinstance(layer, (Linear, TokenEmbedding)):
             layer.exact = products
         if isinstance(layer, ExpertRouter):
             layer.is_exact = True
+    for layers in same_shape.values():
+        products.try_shape([layer.weight for layer in layers], layers[0].bias)
     return products

@@ -13,18 +13,19 @@ import torch.nn.functional as F
 from engine.config import ModelConfig, NumericsName, engine_config
 from engine.errors import ConfigError
 from engine.kernels.skinny_linear import Tiling
-from engine.layers import exact_products
+from engine.layers import exact_products, product_trials
 from engine.layers.exact import inexact_layers, make_exact
-from engine.layers.exact_products import (
+from engine.layers.exact_products import ExactProducts
+from engine.layers.expert_router import ExpertRouter
+from engine.layers.linear import Linear
+from engine.layers.product_trials import (
     NARROW,
     WIDE,
-    ExactProducts,
     ShapePlan,
+    choose_counts,
     fast_tilings,
     find_library_rows,
 )
-from engine.layers.expert_router import ExpertRouter
-from engine.layers.linear import Linear
 from engine.models.loader import load_model
 from engine.worker.numerics import set_numerics
 from tests.support.engine_harness import scripted_model
@@ -68,17 +69,22 @@ def ours(
     return y * (1 + 2**-52) if tiling is not None and tiling.block_n == 128 else y
 
 
+TRIED = (1, 2, 3, 4, 6, 8, 12, 16, 20)
+
+
 @pytest.fixture
 def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Library:
+    """Every launch takes as long as any other, ours longer."""
     made = Library(request.param)
-    monkeypatch.setattr(exact_products, "library_product", made.product)
-    monkeypatch.setattr(exact_products, "skinny_linear", ours)
-    monkeypatch.setattr(exact_products, "TRIED_ROWS", TRIED)
-    monkeypatch.setattr(exact_products, "CHEAP_ROWS", 8)
+    for module in (exact_products, product_trials):
+        monkeypatch.setattr(module, "library_product", made.product)
+        monkeypatch.setattr(module, "skinny_linear", ours)
+        monkeypatch.setattr(module, "TRIED_ROWS", TRIED)
+    monkeypatch.setattr(
+        product_trials, "_time_library", lambda weights, bias, agreed: dict.fromkeys(agreed, 1.0)
+    )
+    monkeypatch.setattr(product_trials, "_time_kernel", lambda weights, bias, plan: {16: 2.0, 32: 2.0})
     return made
-
-
-TRIED = (1, 2, 3, 4, 6, 8, 12, 16, 20)
 
 
 def random(*shape: int) -> torch.Tensor:
@@ -92,7 +98,7 @@ def test_the_library_gets_only_numbers_of_rows_at_which_it_agrees(library: Libra
     found = find_library_rows(weight, bias)
     assert found == tuple(rows for rows in TRIED if rows in library._agrees_at)
     products = ExactProducts()
-    products.plans[16, 24, has_bias] = ShapePlan(found)
+    products.try_shape([weight], bias)
     library.asked.clear()
     for num_rows in range(50):
         x = random(num_rows, 24)
@@ -101,27 +107,38 @@ def test_the_library_gets_only_numbers_of_rows_at_which_it_agrees(library: Libra
         if num_rows:
             assert torch.equal(y, ours(x, weight, bias))
     assert set(library.asked) <= set(found)
+    assert (max(found, default=0) in library.asked) == bool(found)
 
 
-@pytest.mark.parametrize("library", [(400,)], indirect=True, ids=str)
-@pytest.mark.parametrize(("num_rows", "is_padded"), [(64, False), (65, False), (99, False), (100, True)])
-def test_where_our_kernel_needs_several_tiles_more_rows_are_padded(
-    library: Library, num_rows: int, is_padded: bool
+@pytest.mark.parametrize(
+    ("library_us", "kernel_us", "expected"),
+    [
+        # the next number of rows, for a gain within the noise too
+        ({4: 10.0, 8: 10.0, 16: 9.7}, {}, (4, 4, 4, 4, 8, 8, 16, 16)),
+        # one that takes less time for all that it holds
+        ({4: 10.0, 8: 13.0, 16: 9.0}, {}, (16,) * 8),
+        # our kernel where it is faster, by the rows of its tiles
+        ({4: 10.0, 8: 10.0, 16: 30.0}, {16: 20.0, 32: 5.0}, (4, 4, 4, 4, 8, 8, 0, 0)),
+        ({20: 10.0}, {16: 9.0, 32: 11.0}, (0,) * 8 + (20,)),
+        # without times, the next one
+        ({}, {}, (4, 4, 4, 4, 8, 8, 16, 16)),
+    ],
+)
+def test_what_takes_least_time_is_chosen(
+    library_us: dict[int, float],
+    kernel_us: dict[int, float],
+    expected: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    products, weight = ExactProducts(), random(16, 24)
-    products.plans[16, 24, False] = ShapePlan((400,))
-    x = random(num_rows, 24)
-    assert torch.equal(products.linear(x, weight, None), ours(x, weight, None))
-    assert library.asked == ([400] if is_padded else [])
+    monkeypatch.setattr(product_trials, "TRIED_ROWS", TRIED)
+    assert choose_counts(tuple(library_us) or (4, 8, 16), library_us, kernel_us) == expected
 
 
-@pytest.mark.parametrize("library", [(100,)], indirect=True, ids=str)
-@pytest.mark.parametrize(("num_rows", "is_padded"), [(49, False), (50, True)])
-def test_where_one_tile_does_fewer_are(library: Library, num_rows: int, is_padded: bool) -> None:
-    products, weight = ExactProducts(), random(16, 24)
-    products.plans[16, 24, False] = ShapePlan((100,))
-    products.linear(random(num_rows, 24), weight, None)
-    assert library.asked == ([100] if is_padded else [])
+def test_rows_that_need_a_copy_of_their_input_cost_it() -> None:
+    """There is room for 128 rows behind one, not for 136."""
+    assert choose_counts((64, 136), {64: 20.0, 136: 18.0}, {})[0] == 64
+    assert choose_counts((64, 136), {64: 20.0, 136: 16.0}, {})[0] == 136
+    assert choose_counts((64, 128), {64: 20.0, 128: 18.0}, {})[0] == 128
 
 
 def test_tilings_follow_the_width_of_the_result_and_the_device() -> None:
@@ -133,9 +150,12 @@ def test_tilings_follow_the_width_of_the_result_and_the_device() -> None:
 
 
 @pytest.mark.parametrize("library", [TRIED], indirect=True, ids=str)
-def test_many_rows_are_cut_into_parts_of_the_largest_number(library: Library) -> None:
+def test_many_rows_are_cut_into_parts_of_the_largest_number(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exact_products, "MIN_PART", 8)
     products, weight = ExactProducts(), random(16, 24)
-    products.plans[16, 24, False] = ShapePlan((8, 12))
+    products.plans[16, 24, False] = ShapePlan((8, 8, 8, 8, 8, 8, 12))
     products.linear(random(29, 24), weight, None)
     assert library.asked == [12, 12, 8]
 
@@ -159,7 +179,7 @@ def test_a_model_is_switched_over_with_all_its_linear_layers(library: Library) -
     products = make_exact(torch.nn.Sequential(*layers))
     assert set(products.plans) == {(16, 24, True), (16, 24, False)}
     for plan in products.plans.values():
-        assert plan.library_rows == (2, 6)
+        assert plan.counts == (2, 2, 6, 6, 6)
         assert plan.few is not None
         assert plan.many is None  # it sums in another way
     for layer in layers:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.kernels.spare_rows import SPARE_UP_TO, empty_with_spare_rows, with_spare_rows
+from engine.kernels.spare_rows import STEP, empty_with_spare_rows, room_for, with_spare_rows
 
 
-@pytest.mark.parametrize("num_rows", [1, 64, SPARE_UP_TO, SPARE_UP_TO + 1, 320])
+@pytest.mark.parametrize("num_rows", [1, 64, STEP, STEP + 1, 320])
 def test_rows_to_spare_are_used_without_a_copy(num_rows: int) -> None:
     x = empty_with_spare_rows(num_rows, 3, torch.empty(0, dtype=torch.float16)).fill_(7.0)
     assert x.shape == (num_rows, 3)
     assert x.dtype == torch.float16
     assert x.is_contiguous()
-    wanted = max(SPARE_UP_TO, -(-num_rows // 64) * 64)
+    wanted = room_for(num_rows)
+    assert wanted >= num_rows
+    assert wanted % STEP == 0
     padded = with_spare_rows(x, wanted)
     assert padded.shape == (wanted, 3)
     assert padded.data_ptr() == x.data_ptr()
