@@ -43,6 +43,7 @@ from engine.spec_decode.replay import LookupMethod, LookupReplay
 from engine.spec_decode.speculator import BaseSpeculator, DraftContext
 from engine.spec_decode.speculator_set import SpeculatorSet
 from engine.text.incremental_decoder import IncrementalDecoder, load_tokenizer
+from engine.worker.first_steps import prepare_first_steps
 from engine.worker.graph_setup import init_graphs, make_captures, with_graphs
 from engine.worker.memory import allocate_caches, choose_num_blocks
 from engine.worker.model_runner import ModelRunner
@@ -140,9 +141,7 @@ def assemble(
     runner = _make_runner(config, loaded, model_info, on_device, methods, groups, rule, device)
     model_info.startup_seconds["capture"] = time.perf_counter() - started_at
     default = config.default_speculator
-    draft_policy = AdjustableDraftPolicy(
-        methods, default, lambda enabled: AdaptiveDraftPolicy(enabled, default)
-    )
+    draft_policy = AdjustableDraftPolicy(methods, default, lambda on: AdaptiveDraftPolicy(on, default))
     scheduler = Scheduler(
         config=config.scheduler,
         block_size=config.cache.block_size,
@@ -261,6 +260,7 @@ def _make_runner(
     )
     if captures:
         init_graphs(runner, eager, speculator_set, methods, config, info, captures)
+    prepare_first_steps(runner, methods, info)
     return runner
 
 

@@ -10,6 +10,7 @@ else is to be done, and what the last step asked for also before the next one, a
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from abc import ABC, abstractmethod
@@ -24,7 +25,8 @@ from engine.garbage import no_collection
 
 logger = logging.getLogger(__name__)
 
-Recorder = Callable[[Callable[[], None]], Callable[[], None]]  # what runs -> what replays it
+Run = Callable[[], None]
+Recorder = Callable[[Run], Run]  # what runs -> what replays it
 SECONDS_BETWEEN_CAPTURES = 1.0  # while requests run: each one delays a step
 MAX_GRAPH_CONTEXT = 16384  # tokens; what a kernel reserves for the parts of a split context grows with it
 SIZES = (1, 2, 4, 8, *(size << shift for shift in range(10) for size in (16, 24)))  # up to 12,288
@@ -104,9 +106,16 @@ class CudaGraphManager(ABC, Generic[D]):
 class CaptureQueue:
     """What is still to be captured, of all managers. Not thread-safe."""
 
-    def __init__(self, recorder: Recorder, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        recorder: Recorder,
+        clock: Callable[[], float] = time.monotonic,
+        compile_ahead: Callable[[Run], None] | None = None,
+    ) -> None:
+        """compile_ahead: compiles what runs, all at once; running compiles one after another."""
         self._recorder = recorder
         self._clock = clock
+        self._compile_ahead = compile_ahead
         self._captured_at = float("-inf")
         self._asked_now: dict[tuple[int, Any], CudaGraphManager[Any]] = {}  # by the last step, in its order
         self._asked: dict[tuple[int, Any], CudaGraphManager[Any]] = {}  # what is captured next stands last
@@ -116,6 +125,14 @@ class CaptureQueue:
     def plan(self, manager: CudaGraphManager[D], descriptors: Iterable[D]) -> None:
         """Capture these, in this order, when there is nothing else to do."""
         self._planned.extend((manager, descriptor) for descriptor in descriptors)
+
+    def capture_first(self, count: int) -> None:
+        """At the start: so many of the planned shapes. What was asked for before has time."""
+        self._end_step()
+        shapes = [self._planned.popleft() for _ in range(min(count, len(self._planned)))]
+        self._compile(shapes)
+        for manager, descriptor in shapes:
+            self._capture(manager, descriptor)
 
     def ask(self, manager: CudaGraphManager[D], descriptor: D) -> None:
         """A batch would have used this shape."""
@@ -131,18 +148,16 @@ class CaptureQueue:
         has_asked = self._end_step()
         if not has_asked or self._clock() - self._captured_at < SECONDS_BETWEEN_CAPTURES:
             return False
-        self._capture_first()
+        self._capture(*self._pop_asked())
         return True
 
     def capture_next(self) -> bool:
         """While nothing runs: one shape. False: none is left."""
         self._end_step()
-        if self._asked:
-            self._capture_first()
-            return True
-        while self._planned:
-            manager, descriptor = self._planned.popleft()
+        while self._asked or self._planned:
+            manager, descriptor = self._pop_asked() if self._asked else self._planned.popleft()
             if (id(manager), descriptor) not in self._known:
+                self._compile([(manager, descriptor)])
                 self._capture(manager, descriptor)
                 return True
         return False
@@ -158,9 +173,24 @@ class CaptureQueue:
         self._asked_now.clear()
         return has_asked
 
-    def _capture_first(self) -> None:
+    def _pop_asked(self) -> tuple[CudaGraphManager[Any], Any]:
         (_, descriptor), manager = self._asked.popitem()
-        self._capture(manager, descriptor)
+        return manager, descriptor
+
+    def _compile(self, shapes: Sequence[tuple[CudaGraphManager[Any], Any]]) -> None:
+        """What they launch. Takes time even where nothing is to be compiled: only where no step waits."""
+
+        def run() -> None:
+            for manager, descriptor in shapes:
+                manager.prepare(descriptor)
+                manager.run(descriptor)
+
+        if self._compile_ahead is not None and shapes:
+            with (
+                torch.inference_mode(),
+                contextlib.suppress(torch.OutOfMemoryError),
+            ):  # the capture reports it
+                self._compile_ahead(run)
 
     def _capture(self, manager: CudaGraphManager[D], descriptor: D) -> None:
         self._known.add((id(manager), descriptor))

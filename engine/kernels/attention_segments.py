@@ -9,15 +9,15 @@ makes a row's result independent of its neighbours and of the batch.
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
 from engine.kernels.dependent_launch import begin
+from engine.kernels.triton_support import jit
 
 MAX_BLOCKS_OF_SEGMENT = tl.constexpr(8)  # of the cache; more of them are looked up key by key
 
 
-@triton.jit
+@jit
 def find_request(query_start_ptr, q_block, num_reqs, BLOCK_Q: tl.constexpr):
     """The last request whose first query block is <= q_block, by binary search."""
     low = 0
@@ -32,7 +32,7 @@ def find_request(query_start_ptr, q_block, num_reqs, BLOCK_Q: tl.constexpr):
     return low - 1
 
 
-@triton.jit
+@jit
 def whole_segments(
     position, end_position, key_end, begin_segment, end_segment, WINDOW: tl.constexpr, SEGMENT: tl.constexpr
 ):
@@ -46,7 +46,7 @@ def whole_segments(
     return begin, tl.maximum(end, begin)
 
 
-@triton.jit
+@jit
 def find_keys(
     table_ptr,
     segment,
@@ -90,7 +90,7 @@ def find_keys(
     return offsets
 
 
-@triton.jit
+@jit
 def attend_segment(
     query,
     key_ptr,
@@ -143,7 +143,7 @@ def attend_segment(
     return peak, total, tl.dot(weights, value, input_precision="ieee")
 
 
-@triton.jit
+@jit
 def fold(peak, total, acc, part_peak, part_total, part):
     """The state of rows after one more segment. peak, total: [rows]; acc: [rows, HEAD_PAD]; float32."""
     new_peak = tl.maximum(peak, part_peak)
@@ -157,7 +157,7 @@ def fold(peak, total, acc, part_peak, part_total, part):
     return new_peak, total, acc
 
 
-@triton.jit
+@jit
 def load_part(partial_ptr, stats_ptr, slots, dims, valid, HEAD_SIZE: tl.constexpr):
     """(peak, sum of weights, weighted sum of values) of one segment, from scratch memory. slots, valid: [rows]."""
     peak = tl.load(
@@ -169,7 +169,7 @@ def load_part(partial_ptr, stats_ptr, slots, dims, valid, HEAD_SIZE: tl.constexp
     return peak, total, tl.load(places, mask=mask, other=0.0, cache_modifier=".cg")
 
 
-@triton.jit(do_not_specialize=["num_slots"])
+@jit(do_not_specialize=["num_slots"])
 def fold_segments_kernel(
     partial_ptr,
     stats_ptr,

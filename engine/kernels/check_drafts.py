@@ -57,7 +57,7 @@ def check_drafts_reference(
     return standing, num_valid, num_valid < wanted
 
 
-@jit
+@jit(do_not_specialize=["num_drafts"])
 def _check_drafts_kernel(
     token_ids_ptr,
     num_draft_tokens_ptr,

@@ -80,7 +80,7 @@ def draft_positions_reference(
     return DraftPositions(positions, (positions + 1).to(torch.int32), slots, query_start_loc)
 
 
-@jit
+@jit(do_not_specialize=["step", "offset"])
 def _draft_positions_kernel(
     drawn_at_ptr,
     num_usable_ptr,

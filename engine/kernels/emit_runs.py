@@ -153,7 +153,7 @@ def write_tokens_reference(
     token_history[index, positions] = torch.where(mask, token_ids.to(torch.int32), old)
 
 
-@jit
+@jit(do_not_specialize=["max_drafts"])
 def _emit_runs_kernel(
     token_ids_ptr,
     is_accepted_ptr,

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.dependent_launch import begin, launch_options
+from engine.kernels.triton_support import jit
 from engine.kv_spec import PAD_SLOT_ID
 
 
@@ -30,7 +31,7 @@ def kv_write_reference(
             value_cache.flatten(0, 1)[slot] = value[token]
 
 
-@triton.jit
+@jit
 def _kv_write_kernel(
     key_ptr,
     value_ptr,

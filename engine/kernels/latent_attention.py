@@ -23,6 +23,7 @@ import triton.language as tl
 
 from engine.kernels.attention_segments import find_request, fold_segments_kernel
 from engine.kernels.dependent_launch import begin, launch_options
+from engine.kernels.triton_support import jit
 
 SEGMENT = 256  # keys of one program where a context is split: with one KV head, little else runs in parallel
 MAX_SPLIT_QUERY_LEN = 16  # query tokens of a request; longer ones have parallelism enough
@@ -53,7 +54,7 @@ def latent_attention_reference(
     return output
 
 
-@triton.jit(do_not_specialize=["num_reqs", "num_segments", "table_stride"])  # one compilation for all batches
+@jit(do_not_specialize=["num_reqs", "num_segments", "table_stride"])  # one compilation for all batches
 def _latent_attention_kernel(
     query_ptr,
     cache_ptr,

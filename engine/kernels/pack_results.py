@@ -51,7 +51,7 @@ def pack_results_reference(
     return torch.cat((torch.stack(counts, dim=1), verification.token_ids), dim=1)
 
 
-@jit
+@jit(do_not_specialize=["num_tokens"])
 def _pack_results_kernel(
     num_emitted_ptr,
     num_drafts_ptr,

@@ -54,12 +54,13 @@ from engine.kernels.attention_segments import (
 )
 from engine.kernels.dependent_launch import begin, launch_options
 from engine.kernels.spare_rows import empty_with_spare_rows
+from engine.kernels.triton_support import jit
 
 MAX_FOLDED_IN_PLACE = 16  # segments; more are folded faster by more programs
 MAX_COUNTERS = 1 << 16  # of blocks of queries and KV heads whose segments are folded in place
 
 
-@triton.jit(do_not_specialize=["num_reqs", "num_slots", "table_stride"])  # one compilation for all batches
+@jit(do_not_specialize=["num_reqs", "num_slots", "table_stride"])  # one compilation for all batches
 def _paged_attention_kernel(
     query_ptr,
     key_ptr,

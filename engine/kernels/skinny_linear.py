@@ -64,7 +64,7 @@ def skinny_linear_reference(
     return y if residual is None else residual + y
 
 
-@jit
+@jit(do_not_specialize_on_alignment=["num_rows"])
 def _skinny_linear_kernel(
     x_ptr,
     weight_ptr,

@@ -117,7 +117,7 @@ def slots_of(
     return torch.where(positions < ends, block_ids * block_size + positions % block_size, PAD_SLOT_ID)
 
 
-@jit
+@jit(do_not_specialize=["num_ahead"])
 def _step_inputs_kernel(
     rows_ptr,
     planned_starts_ptr,

@@ -5,7 +5,9 @@ used on platforms without Triton.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,14 +15,48 @@ import torch
 try:
     import triton
     import triton.language as tl
-
-    jit: Callable[..., Any] = triton.jit
 except ImportError:  # pragma: no cover
-    tl = None
+    triton = tl = None
+
+
+class _Launching(threading.local):
+    """How kernels are launched by this thread."""
+
+    compiled: set[Any] | None = None  # a set: they are compiled only, and stand in it
+
+
+_launching = _Launching()
+
+if triton is None:  # pragma: no cover
 
     def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
         """The kernel cannot be launched here, and nobody does."""
         return function or jit
+
+elif triton.knobs.runtime.interpret:
+    jit = triton.jit
+else:
+
+    class Kernel(triton.JITFunction):  # type: ignore[misc]
+        """As `triton.jit` makes it; but within `compiling_only`, launching it compiles it, and does not launch it."""
+
+        def __getitem__(self, grid: Any) -> Any:
+            if (compiled := _launching.compiled) is not None:
+                compiled.add(self)
+            return functools.partial(self.run, grid=grid, warmup=compiled is not None)
+
+    def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+        return functools.partial(Kernel, **options) if function is None else Kernel(function, **options)
+
+
+@contextmanager
+def compiling_only() -> Iterator[set[Any]]:
+    """Launches of this thread compile. Yields the kernels that were to be launched."""
+    _launching.compiled = set()
+    try:
+        yield _launching.compiled
+    finally:
+        _launching.compiled = None
 
 
 @functools.cache
@@ -61,6 +97,7 @@ def draft_width(num_tokens: int) -> int:
 
 
 __all__ = [
+    "compiling_only",
     "draft_width",
     "has_kernel",
     "jit",
@@ -68,5 +105,6 @@ __all__ = [
     "shared_memory_bytes",
     "sum_type",
     "tl",
+    "triton",
     "wide_tiles_sum_alike",
 ]

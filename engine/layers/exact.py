@@ -15,6 +15,7 @@ from engine.layers.exact_products import ExactProducts, Shape, shape_of
 from engine.layers.expert_router import ExpertRouter
 from engine.layers.latent_attention import LatentAttention
 from engine.layers.linear import Linear
+from engine.layers.product_trials import compile_trials
 
 
 def inexact_layers(model: nn.Module) -> list[str]:
@@ -37,6 +38,7 @@ def make_exact(model: nn.Module) -> ExactProducts:
             layer.exact = products
         if isinstance(layer, ExpertRouter):
             layer.is_exact = True
+    compile_trials([(layers[0].weight, layers[0].bias) for layers in same_shape.values()])
     for layers in same_shape.values():
         products.try_shape([layer.weight for layer in layers], layers[0].bias)
     return products

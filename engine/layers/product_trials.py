@@ -11,12 +11,15 @@ Hopper); they are tried likewise.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle
 
 import torch
 
+from engine.kernels.compile_ahead import compile_ahead
 from engine.kernels.skinny_linear import MAX_ROWS, Tiling, fitted, skinny_linear
 from engine.kernels.spare_rows import room_for
 from engine.kernels.triton_support import shared_memory_bytes
@@ -71,12 +74,32 @@ def make_plan(weights: Sequence[torch.Tensor], bias: torch.Tensor | None) -> Sha
     few = many = None
     kernel_us: dict[int, float] = {}
     if not set(agreed) >= {rows for rows in TRIED_ROWS if 16 < rows <= MAX_TIMED_ROWS}:
+        tilings = fast_tilings(len(weight), shared_memory_bytes(weight.device))
+        compile_ahead(partial(_run_kernels, weight, bias, tilings))
         few, many = (
             tiling if _has_our_bits(weight, bias, tiling, num_rows) else None
-            for num_rows, tiling in fast_tilings(len(weight), shared_memory_bytes(weight.device)).items()
+            for num_rows, tiling in tilings.items()
         )
-        kernel_us = _time_kernel(weights, bias, ShapePlan((), few, many))
+        kernel_us = _time_kernel(weights, bias, ShapePlan((), few, many)) if agreed else {}
     return ShapePlan(choose_counts(agreed, _time_library(weights, bias, agreed), kernel_us), few, many)
+
+
+def compile_trials(shapes: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
+    """What trials of these weights, with their biases, launch first: of all of them at once."""
+
+    def run() -> None:
+        for weight, bias in shapes:
+            _run_kernels(weight, bias, {_tried_with(weight)[-1]: None})
+
+    compile_ahead(run)
+
+
+def _run_kernels(
+    weight: torch.Tensor, bias: torch.Tensor | None, tilings: Mapping[int, Tiling | None]
+) -> None:
+    """By number of rows."""
+    for num_rows, tiling in tilings.items():
+        skinny_linear(weight.new_zeros(num_rows, weight.shape[1]), weight, bias, tiling=tiling)
 
 
 def choose_counts(
@@ -84,14 +107,12 @@ def choose_counts(
 ) -> tuple[int, ...]:
     """`ShapePlan.counts`. agreed: ascending; what has no time is taken where nothing that is large enough has one."""
     counts: list[int] = []
-    for rows in TRIED_ROWS:
+    for rows in TRIED_ROWS[: bisect_right(TRIED_ROWS, agreed[-1] if agreed else 0)]:
         costs = {
             count: us + (COPY_US if count > room_for(rows) else 0.0)
             for count, us in library_us.items()
             if count >= rows
         }
-        if not agreed or rows > agreed[-1]:
-            break
         if not costs:
             counts.append(next(count for count in agreed if count >= rows))
             continue
@@ -181,8 +202,8 @@ def _time_kernel(
 
 
 def _tile_rows(rows: int) -> int:
-    """What our kernel computes for so many."""
-    return 16 if rows <= 16 else 32 if rows <= 32 else -(-rows // MAX_ROWS) * MAX_ROWS
+    """What our kernel is timed with for so many. In smaller tiles it takes as long, for it reads the weights."""
+    return -(-rows // MAX_ROWS) * MAX_ROWS
 
 
 def device_us(runs: Sequence[Run]) -> list[float]:

@@ -27,7 +27,9 @@ class DraftDistributions:
         self, rows: torch.Tensor, steps: torch.Tensor, probs: torch.Tensor, is_wanted: torch.Tensor
     ) -> None:
         """Draft `steps` of `rows`, both [n] int64, was drawn from probs [n, vocab_size]. is_wanted [n] bool: others are
-        made by the way, and what is verified in their place may come from elsewhere."""
+        made by the way, and what is verified in their place may come from elsewhere. Steps that are none, of passes
+        that only compile, go anywhere."""
+        steps = steps.clamp(0, self._probs.shape[1] - 1)
         self._probs[rows, steps] = probs.to(self._probs.dtype)
         self._is_sampled[rows, steps] = is_wanted
 

@@ -13,6 +13,7 @@ from engine.config import EngineConfig
 from engine.cudagraph import MAX_GRAPH_CONTEXT, SIZES, BatchLimits, CaptureQueue, CudaRecorder
 from engine.draft_method import DraftMethod
 from engine.errors import ConfigError
+from engine.kernels.compile_ahead import compile_ahead
 from engine.layers.linear import Linear
 from engine.layers.moe import RoutedExperts
 from engine.messages import ModelInfo
@@ -22,7 +23,6 @@ from engine.worker.model_runner import ModelRunner
 from engine.worker.step_graphs import StepLimits
 from engine.worker.target import EagerTarget, TargetForward
 
-NUM_GRAPHS_AT_START = 4  # the engine is ready after them; the others follow while it waits for requests
 MIN_CHUNK_TOKENS = 1024  # of a step with prompt chunks, that are captured whatever the model
 # Tokens times weights of a product: a GPU takes about 80 us, and a host as long to launch it and what follows it.
 LAUNCH_BOUND = 24e9
@@ -40,7 +40,7 @@ def make_captures(
         )
     if config.cuda_graphs == "none" or not is_possible:
         return None
-    return CaptureQueue(CudaRecorder(device))
+    return CaptureQueue(CudaRecorder(device), compile_ahead=compile_ahead)
 
 
 def with_graphs(
@@ -90,7 +90,7 @@ def init_graphs(
     info: ModelInfo,
     captures: CaptureQueue,
 ) -> None:
-    """Whole steps and draft passes from now on; capture the first ones."""
+    """Whole steps and draft passes may be captured from now on."""
     limits = StepLimits(
         num_reqs=info.max_num_seqs,
         max_seq_len=info.max_model_len,
@@ -101,5 +101,3 @@ def init_graphs(
     )
     speculators.init_cudagraph_managers(captures, _batch_limits(config, info, eager.model))
     runner.init_graphs(captures, eager, limits)
-    for _ in range(NUM_GRAPHS_AT_START):
-        runner.capture_next()

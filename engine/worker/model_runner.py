@@ -187,6 +187,11 @@ class ModelRunner:
             captures=captures,
         )
 
+    def capture_first(self, count: int) -> None:
+        """At the start: so many graphs of decode steps."""
+        if self._captures is not None:
+            self._captures.capture_first(count)
+
     def capture_next(self) -> bool:
         """While nothing runs: capture one more graph. False: all are there."""
         return self._captures is not None and self._captures.capture_next()

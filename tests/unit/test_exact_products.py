@@ -20,6 +20,7 @@ from engine.layers.expert_router import ExpertRouter
 from engine.layers.linear import Linear
 from engine.layers.product_trials import (
     NARROW,
+    TRIED_ROWS,
     WIDE,
     ShapePlan,
     choose_counts,
@@ -83,7 +84,7 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(
         product_trials, "_time_library", lambda weights, bias, agreed: dict.fromkeys(agreed, 1.0)
     )
-    monkeypatch.setattr(product_trials, "_time_kernel", lambda weights, bias, plan: {16: 2.0, 32: 2.0})
+    monkeypatch.setattr(product_trials, "_time_kernel", lambda weights, bias, plan: {64: 2.0})
     return made
 
 
@@ -117,9 +118,9 @@ def test_the_library_gets_only_numbers_of_rows_at_which_it_agrees(library: Libra
         ({4: 10.0, 8: 10.0, 16: 9.7}, {}, (4, 4, 4, 4, 8, 8, 16, 16)),
         # one that takes less time for all that it holds
         ({4: 10.0, 8: 13.0, 16: 9.0}, {}, (16,) * 8),
-        # our kernel where it is faster, by the rows of its tiles
-        ({4: 10.0, 8: 10.0, 16: 30.0}, {16: 20.0, 32: 5.0}, (4, 4, 4, 4, 8, 8, 0, 0)),
-        ({20: 10.0}, {16: 9.0, 32: 11.0}, (0,) * 8 + (20,)),
+        # our kernel where it is faster
+        ({4: 10.0, 8: 10.0, 16: 30.0}, {64: 20.0}, (4, 4, 4, 4, 8, 8, 0, 0)),
+        ({20: 10.0}, {64: 9.0}, (0,) * 9),
         # without times, the next one
         ({}, {}, (4, 4, 4, 4, 8, 8, 16, 16)),
     ],
@@ -132,6 +133,13 @@ def test_what_takes_least_time_is_chosen(
 ) -> None:
     monkeypatch.setattr(product_trials, "TRIED_ROWS", TRIED)
     assert choose_counts(tuple(library_us) or (4, 8, 16), library_us, kernel_us) == expected
+
+
+def test_our_kernel_takes_longer_the_more_tiles_it_has() -> None:
+    counts = dict(
+        zip(TRIED_ROWS, choose_counts((256,), {256: 10.0}, {64: 7.0, 128: 9.0, 192: 11.0}), strict=False)
+    )
+    assert (counts[64], counts[72], counts[128], counts[136], counts[256]) == (0, 0, 0, 256, 256)
 
 
 def test_rows_that_need_a_copy_of_their_input_cost_it() -> None:

@@ -199,6 +199,16 @@ def test_tokens_are_distributed_as_the_target_says(distance: float, k: int) -> N
     assert abs(decode.num_first_accepted - decode.expected_first_accepted) < 4 * sigma
 
 
+@pytest.mark.parametrize("step", [-128, -1, 2, 500])
+def test_steps_of_a_pass_that_only_compiles_are_written_somewhere(step: int) -> None:
+    """Its positions are zeros, but not what they are compared with."""
+    distributions = DraftDistributions(3, 2, VOCAB, torch.float64, CPU)
+    rows, probs = torch.tensor([1]), torch.full((1, VOCAB), 1 / VOCAB, dtype=torch.float64)
+    distributions.record(rows, torch.tensor([step]), probs, torch.tensor([False]))
+    taken = distributions.take(torch.tensor([0, 2]), torch.tensor([0, 1]), torch.tensor([4, 4]))
+    assert torch.equal(taken, torch.eye(VOCAB, dtype=torch.float64)[[4, 4]])
+
+
 @pytest.mark.parametrize("k", [1, 3])
 def test_truncated_drafts_are_judged_by_what_they_were_drawn_from(k: int) -> None:
     """known-faults 37: temperature and top_k apply to draft and target alike."""

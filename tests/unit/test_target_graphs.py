@@ -320,6 +320,37 @@ def test_what_the_last_step_asked_for_is_captured_first_and_the_whole_before_its
     assert [descriptor.num_tokens for descriptor in manager.ran] == [9, 3, 30, 4, 40, 2, 20, 1, 10]
 
 
+def test_what_shapes_launch_is_compiled_together_at_the_start_and_each_by_itself_when_idle() -> None:
+    """Never between two steps, which would wait for the pass that tells what is launched."""
+    events: list[str] = []
+
+    def record(run: Callable[[], None]) -> Callable[[], None]:
+        events.append("captured")
+        return run
+
+    def compile_ahead(run: Callable[[], None]) -> None:
+        already = len(manager.ran)
+        run()
+        events.append("compiled " + " ".join(str(shape.num_tokens) for shape in manager.ran[already:]))
+
+    captures = CaptureQueue(record, compile_ahead=compile_ahead)
+    manager = Manager(captures)
+    captures.plan(manager, [shape(1), shape(2), shape(4)])
+    captures.capture_first(2)
+    assert events == ["compiled 1 2", "captured", "captured"]
+    manager.dispatch(shape(8))
+    assert captures.capture_next()
+    assert captures.capture_next()
+    assert not captures.capture_next()
+    assert events[3:] == ["compiled 8", "captured", "compiled 4", "captured"]
+    captures = CaptureQueue(record, compile_ahead=compile_ahead)
+    manager = Manager(captures)
+    captures.capture_first(2)  # there is none
+    manager.dispatch(shape(8))
+    assert captures.capture_asked()
+    assert events[7:] == ["captured"]
+
+
 def test_a_shape_that_finds_no_memory_is_not_tried_again(caplog: pytest.LogCaptureFixture) -> None:
     def refuse(run: Any) -> Any:
         raise torch.OutOfMemoryError("no memory left")
