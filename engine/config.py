@@ -113,7 +113,7 @@ class EngineConfig(_Frozen):
         methods = [speculator.method for speculator in speculators]
         if len(set(methods)) < len(methods):
             raise ValueError(
-                f"expected each method once, a request chooses by its name: {', '.join(methods)}"
+                f"got {', '.join(methods)}, expected each method once: a request chooses by its name"
             )
         return speculators
 
@@ -174,5 +174,6 @@ def describe_validation_error(error: ValidationError) -> str:
         path = ".".join(str(part) for part in item["loc"]) or "configuration"
         is_unknown = item["type"] == "extra_forbidden"
         wrong = "there is no such setting" if is_unknown else item["msg"].removeprefix("Value error, ")
-        lines.append(f"{path}: {wrong}, got {item['input']!r}")
+        got = "" if wrong.startswith("got ") else f", got {item['input']!r}"
+        lines.append(f"{path}: {wrong}{got}")
     return "; ".join(lines)

@@ -185,12 +185,10 @@ class CaptureQueue:
                 manager.prepare(descriptor)
                 manager.run(descriptor)
 
-        if self._compile_ahead is not None and shapes:
-            with (
-                torch.inference_mode(),
-                contextlib.suppress(torch.OutOfMemoryError),
-            ):  # the capture reports it
-                self._compile_ahead(run)
+        if self._compile_ahead is None or not shapes:
+            return
+        with torch.inference_mode(), contextlib.suppress(torch.OutOfMemoryError):  # which the capture reports
+            self._compile_ahead(run)
 
     def _capture(self, manager: CudaGraphManager[D], descriptor: D) -> None:
         self._known.add((id(manager), descriptor))

@@ -26,8 +26,8 @@ class Connection:
     client_key: Path | None = None
 
     def channel(self) -> grpc.Channel:
-        """Raises ConfigError when a file cannot be read, or the token is none."""
-        self._check_token()
+        """Raises ConfigError when a file cannot be read, or the address or token is none."""
+        self._check()
         credentials = self._credentials()
         if credentials is None:
             channel = grpc.insecure_channel(self.address, options=_OPTIONS)
@@ -36,8 +36,8 @@ class Connection:
         return channel if self.token is None else grpc.intercept_channel(channel, _Bearer(self.token))
 
     def aio_channel(self, options: Sequence[Option] = ()) -> grpc.aio.Channel:
-        """Raises ConfigError when a file cannot be read, or the token is none."""
-        self._check_token()
+        """Raises ConfigError when a file cannot be read, or the address or token is none."""
+        self._check()
         interceptors = [] if self.token is None else [_AioUnary(self.token), _AioStream(self.token)]
         arguments: dict[str, Any] = {"options": [*_OPTIONS, *options], "interceptors": interceptors}
         credentials = self._credentials()
@@ -45,7 +45,9 @@ class Connection:
             return grpc.aio.insecure_channel(self.address, **arguments)
         return grpc.aio.secure_channel(self.address, credentials, **arguments)
 
-    def _check_token(self) -> None:
+    def _check(self) -> None:
+        if not self.address.strip():
+            raise ConfigError(f"address: got {self.address!r}, expected host:port")
         if self.token is not None and not (self.token.isascii() and self.token.isprintable()):
             raise ConfigError(
                 "token: got one that no header can hold, expected printable ASCII (is there a newline at its end?)"

@@ -17,9 +17,7 @@ from engine.kernels.skinny_linear import skinny_linear
 from engine.kernels.spare_rows import with_spare_rows
 from engine.layers.product_trials import TRIED_ROWS, ShapePlan, library_product, make_plan
 
-MIN_PART = (
-    128  # rows; products of more rows than the library agrees at are cut into parts of at least so many
-)
+MIN_PART = 128  # rows; products with more rows than the library agrees at are cut into parts, but not into smaller ones
 
 Shape = tuple[int, int, bool]  # out_features, in_features, has a bias
 

@@ -145,6 +145,14 @@ def test_when_nobody_answers_the_exit_status_says_so(command: Callable[..., None
     assert len(result.stderr.strip().splitlines()) == 1
 
 
+@pytest.mark.parametrize("command", [generate, info, bench])
+def test_an_address_that_is_none_is_wrong_usage(command: Callable[..., None]) -> None:
+    words = ["hi"] if command is generate else []
+    result = run(command, *words, "--address", " ")
+    assert result.exit_code == USAGE_ERROR
+    assert "address: got ' ', expected host:port" in result.stderr
+
+
 def test_a_system_message_needs_a_chat(address: str) -> None:
     assert run(generate, "hi", "--raw", "--system", "x", "--address", address).exit_code == USAGE_ERROR
 

@@ -218,5 +218,7 @@ def test_a_request_for_what_is_not_loaded_is_refused(workshop: Workshop) -> None
 
 def test_a_method_that_is_named_twice_is_refused() -> None:
     speculators = [{"method": "ngram", "k": 3}, {"method": "ngram", "k": 5}]
-    with pytest.raises(ConfigError, match="each method once"):
+    with pytest.raises(ConfigError) as caught:
         engine_config(model={"model": "x"}, speculators=speculators)
+    expected = "got ngram, ngram, expected each method once: a request chooses by its name"
+    assert str(caught.value) == f"speculators: {expected}"
