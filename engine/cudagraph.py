@@ -127,8 +127,8 @@ class CaptureQueue:
         self._planned.extend((manager, descriptor) for descriptor in descriptors)
 
     def capture_first(self, count: int) -> None:
-        """At the start: so many of the planned shapes. What was asked for before has time."""
-        self._end_step()
+        """At the start: so many of the planned shapes. What was asked for before any request is nobody's wish."""
+        self._asked_now.clear()
         shapes = [self._planned.popleft() for _ in range(min(count, len(self._planned)))]
         self._compile(shapes)
         for manager, descriptor in shapes:

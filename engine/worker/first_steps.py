@@ -2,7 +2,7 @@
 
 Graphs of decodes are captured. Prompts, and other ways of sampling, would be compiled while the first request of the
 kind waits: so a few steps that are nobody's go through the runner, where nothing is launched
-(engine/kernels/compile_ahead.py). They take row 0, which the first request sets anew.
+(engine/kernels/compile_ahead.py). They take the first rows, which requests set anew.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from engine.worker.model_runner import ModelRunner
 
 NUM_GRAPHS = 4  # the others follow while the engine waits for requests
 PROMPT_TOKENS = 128  # more than any tile of a decode has
+NUM_DECODES = (32, 128)  # requests
+CONTEXT = 512  # tokens, that these may have
 SAMPLING = (
     SamplingParams(max_tokens=1, temperature=0.0),
     SamplingParams(max_tokens=1, temperature=1.0),
@@ -42,28 +44,60 @@ def prepare_first_steps(runner: ModelRunner, methods: Sequence[DraftMethod], inf
 
 
 def first_steps(methods: Sequence[DraftMethod], info: ModelInfo) -> Iterator[StepPlan]:
-    """Each is the whole prompt of one request: without drafts in every way of sampling, with those of each method."""
-    num_tokens = min(PROMPT_TOKENS, info.max_num_batched_tokens, info.max_model_len - 1)
+    """A prompt in every way of sampling, and with the drafts of each method; then decodes of many requests, whose
+    products and attention take other kernels than those of the few that graphs are captured for."""
     drafters = [(method.name, method.max_drafts) for method in methods if not method.is_host]
-    kinds = [(params, "none", 0) for params in SAMPLING]
-    kinds += [(params, *drafter) for drafter in drafters for params in SAMPLING[:2]]
-    for params, method, num_drafts in kinds:
-        new = NewRow(
-            row=0,
-            request_id="",
-            token_ids=[0] * num_tokens,
-            num_prompt_tokens=num_tokens,
-            num_computed_tokens=0,
-            token_limit=num_tokens + 1,
-            params=params,
-            stop_ids=(),
-        )
-        prompt = ScheduledRequest(
-            row=0,
-            num_tokens=num_tokens,
-            start=0,
-            max_seq_len=num_tokens,
+    for params in SAMPLING:
+        yield _prompt(info, params, "none", 0)
+    for name, num_drafts in drafters:
+        for params in SAMPLING[:2]:
+            yield _prompt(info, params, name, num_drafts)
+    for num_reqs in NUM_DECODES:
+        for name, num_drafts in [("none", 0), *drafters]:
+            num_tokens = num_reqs * (1 + num_drafts)
+            if num_reqs <= info.max_num_seqs and num_tokens <= info.max_num_batched_tokens:
+                yield _decodes(num_reqs, name, num_drafts, min(CONTEXT, info.max_model_len))
+
+
+def _prompt(info: ModelInfo, params: SamplingParams, method: str, num_drafts: int) -> StepPlan:
+    """The whole of it, of one request."""
+    num_tokens = min(PROMPT_TOKENS, info.max_num_batched_tokens, info.max_model_len - 1)
+    prompt = ScheduledRequest(
+        row=0,
+        num_tokens=num_tokens,
+        start=0,
+        max_seq_len=num_tokens,
+        method=method,
+        num_next_drafts=num_drafts,
+    )
+    return StepPlan(step=0, scheduled=[prompt], new_rows=[_row(0, num_tokens, params)])
+
+
+def _decodes(num_reqs: int, method: str, num_drafts: int, max_seq_len: int) -> StepPlan:
+    """Greedy, each with drafts to verify and to make."""
+    decodes = [
+        ScheduledRequest(
+            row=row,
+            num_tokens=1 + num_drafts,
+            num_drafts=num_drafts,
+            max_seq_len=max_seq_len,
             method=method,
             num_next_drafts=num_drafts,
         )
-        yield StepPlan(step=0, scheduled=[prompt], new_rows=[new])
+        for row in range(num_reqs)
+    ]
+    rows = [_row(row, 1, SAMPLING[0]) for row in range(num_reqs)]
+    return StepPlan(step=0, scheduled=decodes, new_rows=rows)
+
+
+def _row(row: int, num_tokens: int, params: SamplingParams) -> NewRow:
+    return NewRow(
+        row=row,
+        request_id="",
+        token_ids=[0] * num_tokens,
+        num_prompt_tokens=num_tokens,
+        num_computed_tokens=0,
+        token_limit=num_tokens + 1,
+        params=params,
+        stop_ids=(),
+    )

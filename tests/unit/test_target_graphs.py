@@ -336,6 +336,7 @@ def test_what_shapes_launch_is_compiled_together_at_the_start_and_each_by_itself
     captures = CaptureQueue(record, compile_ahead=compile_ahead)
     manager = Manager(captures)
     captures.plan(manager, [shape(1), shape(2), shape(4)])
+    manager.dispatch(shape(3))  # by nobody: there was no request yet
     captures.capture_first(2)
     assert events == ["compiled 1 2", "captured", "captured"]
     manager.dispatch(shape(8))
