@@ -53,11 +53,11 @@ def parse_speculator(text: object) -> object:
     if not isinstance(text, str):
         return text
     method, *pairs = (part.strip() for part in text.split(","))
+    if not method or "=" in method or not all("=" in pair for pair in pairs):
+        raise ValueError("expected METHOD,key=value,... such as ngram,k=4")
     fields: dict[str, Any] = {"method": method, "options": {}}
     for pair in pairs:
-        key, separator, value = pair.partition("=")
-        if not method or not separator:
-            raise ValueError("expected METHOD,key=value,... such as ngram,k=4")
+        key, _, value = pair.partition("=")
         (fields if key in ("model", "k") else fields["options"])[key] = value
     return fields
 

@@ -161,6 +161,8 @@ def test_the_draft_method_of_requests_that_name_none(
         ({"model": "m", "dtype": "int4"}, "dtype: .*'float32'.*, got 'int4'"),
         ({"model": "m", "grace": -1}, "grace: .*, got -1"),
         ({"model": "m", "speculators": ["ngram,4"]}, "speculators: .*expected METHOD,key=value"),
+        ({"model": "m", "speculators": ["gemma4_mtp=path"]}, "speculators: .*expected METHOD,key=value"),
+        ({"model": "m", "speculators": [""]}, "speculators: .*expected METHOD,key=value"),
         ({"model": "m", "speculators": ["ngram,k=0"]}, r"speculators.0.k: .*, got '0'"),
         (
             {"model": "m", "speculators": ["ngram"], "draft_policy": "eagle"},
