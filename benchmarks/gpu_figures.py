@@ -14,6 +14,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from server.bench.schema import read_result
+
 FIGURES = {  # of the result file: the command
     "gpu_steps": "gpu_steps --geometry smollm2-135m llama-3.1-8b --batch 1 8 64 256 --prefill 4096",
     "gpu_steps_fast": "gpu_steps --numerics fast --geometry llama-3.1-8b --batch 8 64",
@@ -40,8 +42,16 @@ def command_of(name: str, folder: Path) -> list[str]:
     return [sys.executable, "-m", f"benchmarks.{module}", *words, "--output", str(folder / f"{name}.json")]
 
 
+def _succeeds(command: Sequence[str]) -> bool:
+    """Runs it; are there rows, and all without an error?"""
+    if subprocess.run(command, check=False).returncode != 0:
+        return False
+    rows = read_result(Path(command[-1])).rows
+    return bool(rows) and not any("error" in row for row in rows)
+
+
 def main(words: Sequence[str] | None = None) -> int:
-    """Returns 1 when one of them failed; the others run all the same."""
+    """Returns 1 when one of them failed, or a row of it; the others run all the same."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -53,7 +63,7 @@ def main(words: Sequence[str] | None = None) -> int:
     for name in arguments.only:
         command = command_of(name, arguments.folder)
         print(f"== {shlex.join(command)}", flush=True)
-        if not arguments.dry_run and subprocess.run(command, check=False).returncode != 0:
+        if not arguments.dry_run and not _succeeds(command):
             failed.append(name)
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)

@@ -203,7 +203,8 @@ def skinny_linear(
     residual: torch.Tensor | None = None,
     tiling: Tiling | None = None,
 ) -> torch.Tensor:
-    """See the module docstring. Any number of rows. `tiling`: for measuring; results do not depend on it."""
+    """See the module docstring. Any number of rows. `tiling`: another than the measured ones; where it multiplies by
+    another instruction, that may sum in another order, which engine/layers/product_trials.py tries first."""
     num_rows, in_features = x.shape
     is_gated = activation is not None and factor is None
     num_columns = len(weight) // 2 if is_gated else len(weight)

@@ -52,11 +52,11 @@ else:
 @contextmanager
 def compiling_only() -> Iterator[set[Any]]:
     """Launches of this thread compile. Yields the kernels that were to be launched."""
-    _launching.compiled = set()
+    before, _launching.compiled = _launching.compiled, set()
     try:
         yield _launching.compiled
     finally:
-        _launching.compiled = None
+        _launching.compiled = before
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """What an engine does before it is ready, so that it answers the first requests at once.
 
-Graphs of decodes are captured. Prompts, and other ways of sampling, would be compiled while the first request of the
-kind waits: so a few steps that are nobody's go through the runner, where nothing is launched
+Graphs of decodes are captured. Prompts, other ways of sampling and decodes of many requests would be compiled while the
+first request of the kind waits: so a few steps that are nobody's go through the runner, where nothing is launched
 (engine/kernels/compile_ahead.py). They take the first rows, which requests set anew.
 """
 

@@ -84,7 +84,7 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(
         product_trials, "_time_library", lambda weights, bias, agreed: dict.fromkeys(agreed, 1.0)
     )
-    monkeypatch.setattr(product_trials, "_time_kernel", lambda weights, bias, plan: {64: 2.0})
+    monkeypatch.setattr(product_trials, "_time_kernel", lambda weights, bias, plan: {16: 2.0, 64: 2.0})
     return made
 
 
@@ -119,8 +119,8 @@ def test_the_library_gets_only_numbers_of_rows_at_which_it_agrees(library: Libra
         # one that takes less time for all that it holds
         ({4: 10.0, 8: 13.0, 16: 9.0}, {}, (16,) * 8),
         # our kernel where it is faster
-        ({4: 10.0, 8: 10.0, 16: 30.0}, {64: 20.0}, (4, 4, 4, 4, 8, 8, 0, 0)),
-        ({20: 10.0}, {64: 9.0}, (0,) * 9),
+        ({4: 10.0, 8: 10.0, 16: 30.0}, {16: 20.0}, (4, 4, 4, 4, 8, 8, 0, 0)),
+        ({20: 10.0}, {16: 11.0, 64: 9.0}, (20,) * 8 + (0,)),
         # without times, the next one
         ({}, {}, (4, 4, 4, 4, 8, 8, 16, 16)),
     ],

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu_figures import FIGURES, command_of, main
+from server.bench.environment import current_environment
+from server.bench.schema import BenchResult, write_result
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
@@ -41,17 +43,32 @@ def test_a_figure_is_a_command_of_its_benchmark(
 def test_one_that_fails_does_not_keep_the_others(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """It ends with an error, or has a row with one, or none."""
     ran: list[str] = []
+    rows: dict[str, list[dict[str, Any]]] = {
+        "gpu_service": [{"streams": 1}],
+        "gpu_steps": [{"batch": 1}, {"error": "no memory"}],
+        "gpu_steps_fast": [],
+    }
+
+    environment = current_environment(device="none", num_threads=None)
 
     def run(command: list[str], check: bool) -> Any:
-        ran.append(Path(command[-1]).stem)
-        return subprocess.CompletedProcess(command, len(ran) == 1)
+        path = Path(command[-1])
+        ran.append(path.stem)
+        if path.stem not in rows:
+            return subprocess.CompletedProcess(command, 1)
+        result = BenchResult(benchmark=path.stem, environment=environment, seed=0, rows=rows[path.stem])
+        write_result(result, path)
+        return subprocess.CompletedProcess(command, 0)
 
-    monkeypatch.setattr(subprocess, "run", run)
-    only = ["gpu_startup", "gpu_service"]
+    monkeypatch.setattr("benchmarks.gpu_figures.subprocess.run", run)
+    only = ["gpu_startup", *rows]
     assert main(["--folder", str(tmp_path), "--only", *only]) == 1
     assert ran == only
-    assert "failed: gpu_startup" in capsys.readouterr().err
+    assert "failed: gpu_startup, gpu_steps, gpu_steps_fast" in capsys.readouterr().err
+    assert main(["--folder", str(tmp_path), "--only", "gpu_service"]) == 0
+    ran.clear()
     assert main(["--dry-run"]) == 0
-    assert ran == only
-    assert capsys.readouterr().out.count("\n") == len(FIGURES)
+    assert not ran
+    assert capsys.readouterr().out.count("\n") == len(FIGURES) + 1
