@@ -5,20 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from benchmarks.common import run_in_turn
+
 BENCHMARKS = ("single_stream", "batch_scaling", "interference", "frontend_rate", "overload", "memory_flat")
 
 
 def main() -> int:
-    """Returns 1 when one of them failed; the others run all the same."""
-    failed = []
-    for name in BENCHMARKS:
-        print(f"== {name}", flush=True)
-        command = [sys.executable, "-m", f"benchmarks.{name}", *sys.argv[1:]]
-        if subprocess.run(command, check=False).returncode != 0:
-            failed.append(name)
-    if failed:
-        print(f"failed: {', '.join(failed)}", file=sys.stderr)
-    return 1 if failed else 0
+    """Returns 1 when one of them failed."""
+    commands = {name: [sys.executable, "-m", f"benchmarks.{name}", *sys.argv[1:]] for name in BENCHMARKS}
+    return run_in_turn(commands, lambda command: subprocess.run(command, check=False).returncode == 0)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import shlex
 import statistics
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+import sys
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,19 @@ from tools.server_process import exit_on_sigterm
 
 RESULTS = Path(__file__).parent / "results"
 MIN_PAIRS = 7
+
+
+def run_in_turn(commands: Mapping[str, Sequence[str]], succeeds: Callable[[Sequence[str]], bool]) -> int:
+    """By name, each in a process of its own, that `succeeds` runs. The exit status: 1 when one failed; the others run
+    all the same."""
+    failed = []
+    for name, command in commands.items():
+        print(f"== {shlex.join(command)}", flush=True)
+        if not succeeds(command):
+            failed.append(name)
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.common import run_in_turn
 from server.bench.schema import read_result
 
 FIGURES = {  # of the result file: the command
@@ -51,7 +52,7 @@ def _succeeds(command: Sequence[str]) -> bool:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Returns 1 when one of them failed, or a row of it; the others run all the same."""
+    """Returns 1 when one of them failed, or a row of it."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -59,15 +60,8 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--dry-run", action="store_true")
     arguments = parser.parse_args(words)
-    failed = []
-    for name in arguments.only:
-        command = command_of(name, arguments.folder)
-        print(f"== {shlex.join(command)}", flush=True)
-        if not arguments.dry_run and not _succeeds(command):
-            failed.append(name)
-    if failed:
-        print(f"failed: {', '.join(failed)}", file=sys.stderr)
-    return 1 if failed else 0
+    commands = {name: command_of(name, arguments.folder) for name in arguments.only}
+    return run_in_turn(commands, (lambda _: True) if arguments.dry_run else _succeeds)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Compiles the kernels of a pass together, before it runs.
 
-Triton compiles a kernel when it is first launched, one after another, on one core: an engine whose kernels nobody has
-compiled before waits half a minute for them. Here the pass is run once without launching any, and what it would have
-launched is compiled by several threads. Torch's operations do run, on zeros where a kernel would have written. So what
-a pass leaves behind means nothing, and no request may be there that it could touch.
+Triton compiles a kernel when it is first launched, one after another, on one core. Here the pass is run once without
+launching any, and what it would have launched is compiled by several threads (`benchmarks.gpu_startup` tells how long
+a start takes). Torch's operations do run, on zeros where a kernel would have written. So what a pass leaves behind
+means nothing, and no request may be there that it could touch.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ def room_for(num_rows: int) -> int:
 
 
 def empty_with_spare_rows(num_rows: int, num_features: int, like: torch.Tensor) -> torch.Tensor:
-    """[num_rows, num_features], uninitialized, in the dtype and on the device of `like`."""
+    """[num_rows, num_features], uninitialized, in the dtype and on the device of `like`, with `room_for` more."""
     room = room_for(num_rows)
     return torch.empty(room, num_features, dtype=like.dtype, device=like.device)[:num_rows]
 

@@ -3,9 +3,10 @@
 engine/kernels/skinny_linear.py sums a row's products in one order at any number of rows, but is slower than the library
 when they are many. The library chooses its code by the shape, and most of what it chooses sums in that same order; some
 splits it. What it chooses is not always its fastest either: on an H200, 31B's gate and up take 234 us with 240 rows and
-165 with 256. So of the numbers of rows at which it agrees, bit for bit, each step gets the one that takes least time,
-with padding, or our kernel. That has faster tiles for many rows too, which multiply by another instruction (wgmma, on
-Hopper); they are tried likewise.
+165 with 256 (`python -m benchmarks.gpu_numerics --geometry gemma-4-31b --only products --rows 240 256`). So of the
+numbers of rows at which it agrees, bit for bit, each step gets the one that takes least time, with padding, or our
+kernel. That has faster tiles for many rows too, which multiply by another instruction (wgmma, on Hopper); they are
+tried likewise.
 """
 
 from __future__ import annotations
@@ -134,9 +135,7 @@ def fast_tilings(out_features: int, shared_bytes: int) -> dict[int, Tiling]:
 def find_library_rows(weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[int, ...]:
     """Of the tried numbers of rows those at which the library's product with this weight has our kernel's bits."""
     out_features, in_features = weight.shape
-    if (
-        out_features % 8 or in_features % 8
-    ):  # parts of a result must start where any code of the library can store
+    if out_features % 8 or in_features % 8:  # parts of a result start where not all of its code can store
         return ()
     tried = _tried_with(weight)
     x = _inputs(tried[-1], weight)
@@ -147,9 +146,8 @@ def find_library_rows(weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[
         starts = range(0, trials * rows, rows)
         parts = [library_product(x[start : start + rows], weight, bias) for start in starts]
         torch.all(torch.cat(parts) == expected[: trials * rows], out=is_equal[index])
-    return tuple(
-        rows for rows, equal in zip(tried, is_equal.tolist(), strict=True) if equal
-    )  # sync: start-up
+    agrees = is_equal.tolist()  # sync: start-up
+    return tuple(rows for rows, equal in zip(tried, agrees, strict=True) if equal)
 
 
 def _tried_with(weight: torch.Tensor) -> list[int]:

@@ -16,6 +16,7 @@ from engine.draft_method import DraftMethod
 from engine.kernels.compile_ahead import compile_ahead
 from engine.messages import ModelInfo
 from engine.params import SamplingParams
+from engine.request import NO_METHOD
 from engine.step import NewRow, ScheduledRequest, StepPlan
 from engine.worker.model_runner import ModelRunner
 
@@ -31,14 +32,14 @@ SAMPLING = (
 
 
 def prepare_first_steps(runner: ModelRunner, methods: Sequence[DraftMethod], info: ModelInfo) -> None:
-    """Before any request."""
+    """Before any request: compiles on a GPU, and captures what is captured first."""
 
     def run() -> None:
         with contextlib.suppress(torch.OutOfMemoryError):  # a step that needs so much will say so
             for plan in first_steps(methods, info):
                 runner.launch_verify(runner.launch_target(plan))
 
-    if info.device.startswith("cuda"):
+    if torch.device(info.device).type == "cuda":
         compile_ahead(run)
     runner.capture_first(NUM_GRAPHS)
 
@@ -48,12 +49,12 @@ def first_steps(methods: Sequence[DraftMethod], info: ModelInfo) -> Iterator[Ste
     products and attention take other kernels than those of the few that graphs are captured for."""
     drafters = [(method.name, method.max_drafts) for method in methods if not method.is_host]
     for params in SAMPLING:
-        yield _prompt(info, params, "none", 0)
+        yield _prompt(info, params, NO_METHOD, 0)
     for name, num_drafts in drafters:
         for params in SAMPLING[:2]:
             yield _prompt(info, params, name, num_drafts)
     for num_reqs in NUM_DECODES:
-        for name, num_drafts in [("none", 0), *drafters]:
+        for name, num_drafts in [(NO_METHOD, 0), *drafters]:
             num_tokens = num_reqs * (1 + num_drafts)
             if num_reqs <= info.max_num_seqs and num_tokens <= info.max_num_batched_tokens:
                 yield _decodes(num_reqs, name, num_drafts, min(CONTEXT, info.max_model_len))

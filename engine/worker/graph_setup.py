@@ -24,7 +24,8 @@ from engine.worker.step_graphs import StepLimits
 from engine.worker.target import EagerTarget, TargetForward
 
 MIN_CHUNK_TOKENS = 1024  # of a step with prompt chunks, that are captured whatever the model
-# Tokens times weights of a product: a GPU takes about 80 us, and a host as long to launch it and what follows it.
+# Tokens times weights of a product. Not measured: what a GPU does at 600 TFLOP/s in 80 us, that two launches are taken
+# to last. Twice or half of it only moves where padded replays give way to launches.
 LAUNCH_BOUND = 24e9
 
 
