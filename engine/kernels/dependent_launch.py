@@ -3,11 +3,10 @@
 A step of few rows is a chain of several hundred short kernels, and between two of them the device idles for about a
 microsecond: programs drain, the next ones are scheduled, first loads are answered. A kernel that calls `begin` lets its
 successor be scheduled at once, and itself waits there until its predecessor has ended and what it wrote can be read.
-What stands before that may only address weights, to have them brought into the L2 cache (`prefetch_rows`) or to hold
-them already.
+Kernels that read weights do so before they wait. Nothing else may be read there, or written.
 
-Every program of such a kernel calls `begin` first, before it returns early or reads what others wrote: so when a kernel
-has ended, all before it have. Kernels without it, torch's for example, may stand anywhere between: they run alone.
+Every program of such a kernel waits, before it returns early too: so when a kernel has ended, all before it have.
+Kernels without it, torch's for example, may stand anywhere between: they run alone.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ except ImportError:  # pragma: no cover
 _FIRST_CAPABILITY = (9, 0)
 
 
-def launch_options(device: torch.device, *, wanted: bool = True) -> dict[str, bool]:
+def launch_options(device: torch.device) -> dict[str, bool]:
     """For the launch of a kernel that calls `begin`: its constant OVERLAPS, and how it is launched."""
-    return {"OVERLAPS": True, "launch_pdl": True} if wanted and can_overlap(device) else {"OVERLAPS": False}
+    return {"OVERLAPS": True, "launch_pdl": True} if can_overlap(device) else {"OVERLAPS": False}
 
 
 @functools.cache
@@ -49,16 +48,30 @@ def begin(OVERLAPS: tl.constexpr):
 
 @jit
 def let_next_begin(OVERLAPS: tl.constexpr):
-    """The first half of `begin`, of a kernel that reads weights itself between the two: were it to read them before, no
-    kernel behind could do so meanwhile."""
+    """For kernels that read weights early. In front of these where the kernel behind is to read its own meanwhile: all
+    of them are small. Behind them where the multiprocessors are busy with them."""
     if OVERLAPS:
         gdc_launch_dependents()
 
 
 @jit
 def wait_for_previous(OVERLAPS: tl.constexpr):
+    """For kernels that read weights before."""
     if OVERLAPS:
         gdc_wait()
+
+
+@jit
+def zero_after_previous(place, OVERLAPS: tl.constexpr):
+    """Zero, which is known when the kernel before has ended: addresses that it is part of are read behind that, also
+    where the compiler asks for the loads of several steps of a loop at once. Those of other addresses are asked for in
+    the loop's order. place: an int32 of the step, without which the wait would be moved in front of the loop."""
+    zero = 0
+    if OVERLAPS:
+        zero = tl.inline_asm_elementwise(
+            "griddepcontrol.wait; mov.b32 $0, 0;", "=r,r", [place], dtype=tl.int32, is_pure=True, pack=1
+        )
+    return zero
 
 
 @jit

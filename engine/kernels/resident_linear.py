@@ -34,9 +34,10 @@ from engine.kernels.dependent_launch import (
 from engine.kernels.gated_activation import ACTIVATION_CODES, ActivationName, activated
 from engine.kernels.rms_norm import NormForm, rms_norm_reference
 from engine.kernels.row_norm import MAX_PAIRED_SIZE, PIECE_SIZE, inverse_rms, sum_of_pieces, weighted
-from engine.kernels.skinny_linear import OVERLAPPED_BYTES, skinny_linear_reference
+from engine.kernels.skinny_linear import skinny_linear_reference
 from engine.kernels.triton_support import jit, next_power_of_2, tl
 
+MAX_WEIGHT_BYTES = 8 << 20
 MAX_RESIDENT_BYTES = 72 << 10  # of a program's strip, so that two or three of them fit on a multiprocessor
 MAX_NORMED_FEATURES = MAX_PAIRED_SIZE  # of a row that is normed on the way
 BLOCK_N = 16
@@ -156,7 +157,7 @@ def suits_resident(x: torch.Tensor, weight: torch.Tensor, *, is_gated: bool) -> 
     return (
         num_rows == 1
         and strip_bytes <= MAX_RESIDENT_BYTES
-        and weight.nbytes <= OVERLAPPED_BYTES
+        and weight.nbytes <= MAX_WEIGHT_BYTES
         and can_overlap(x.device)
     )
 
@@ -183,7 +184,7 @@ def resident_linear(
     last_start = (in_features - 1) // PIECE_SIZE * PIECE_SIZE
     norm_weight, form = (weight, NormForm(0.0)) if norm is None else norm
     if num_warps is None:  # measured
-        num_warps = 1 if in_features <= MAX_NORMED_FEATURES else 4
+        num_warps = 1 if in_features <= MAX_NORMED_FEATURES else 2
     y = torch.empty(1, num_columns, dtype=x.dtype, device=x.device)
     _resident_linear_kernel[(-(-num_columns // block_n),)](
         x,

@@ -5,6 +5,10 @@ of 16, 32 or 64. The products of a row are summed in the order of K, by the same
 (mma.sync m16n8k16, which Triton uses for tiles of fewer than 64 rows or of two warps): its result does not depend on
 its neighbours, nor on how many there are.
 
+A program asks for its first strips of W while the kernel before still runs (dependent_launch.py), and lets the next one
+begin when it has read all: programs of the next are then placed on all multiprocessors alike. Begun before, they share
+those that happen to be free, and read W from there.
+
 - plain: y = cast(x W^T) (+ bias before the cast).
 - gated: W holds gate rows, then up rows; y = cast(cast(activation(cast(gate))) * cast(up)).
 - with a factor: y = cast(cast(activation(cast(x W^T))) * factor).
@@ -23,18 +27,22 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from engine.kernels.dependent_launch import begin, launch_options, prefetch_rows
+from engine.kernels.dependent_launch import (
+    launch_options,
+    let_next_begin,
+    wait_for_previous,
+    zero_after_previous,
+)
 from engine.kernels.gated_activation import (
     ACTIVATION_CODES,
     ActivationName,
     activate_times_reference,
     activated,
 )
+from engine.kernels.spare_rows import empty_with_spare_rows
 from engine.kernels.triton_support import jit, next_power_of_2, shared_memory_bytes, tl
 
 MAX_ROWS = 64  # of a tile
-# Measured: reading a large W gains nothing from beginning early, and its programs, waiting, stand in the way of others.
-OVERLAPPED_BYTES = 8 << 20
 MANY_COLUMNS = 65536  # as heads have
 
 
@@ -84,15 +92,8 @@ def _skinny_linear_kernel(
     HAS_RESIDUAL: tl.constexpr,
     IS_GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,  # 0: none, 1: silu, 2: gelu_tanh
-    PREFETCH: tl.constexpr,  # elements of each row of W that are asked for before the input is there
     OVERLAPS: tl.constexpr,
 ):
-    if PREFETCH > 0:
-        first_rows = tl.minimum(tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N), N - 1).to(tl.int64) * K
-        prefetch_rows(weight_ptr + first_rows, PREFETCH, OVERLAPS)
-        if IS_GATED:
-            prefetch_rows(weight_ptr + N * K + first_rows, PREFETCH, OVERLAPS)
-    begin(OVERLAPS)
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inner = tl.arange(0, BLOCK_K)
@@ -106,7 +107,6 @@ def _skinny_linear_kernel(
     for k in range(0, K, BLOCK_K):
         ks = k + inner
         if K % BLOCK_K == 0:
-            x = tl.load(x_start + ks[None, :], mask=row_valid[:, None], other=0.0)
             weight = tl.load(
                 weight_start + ks[:, None],
                 mask=column_valid[None, :],
@@ -114,12 +114,9 @@ def _skinny_linear_kernel(
                 eviction_policy="evict_first",  # read once, or by the next row tile right away
             )
         else:
-            k_valid = ks < K
-            x = tl.load(x_start + ks[None, :], mask=row_valid[:, None] & k_valid[None, :], other=0.0)
             weight = tl.load(
-                weight_start + ks[:, None], mask=column_valid[None, :] & k_valid[:, None], other=0.0
+                weight_start + ks[:, None], mask=column_valid[None, :] & (ks < K)[:, None], other=0.0
             )
-        acc = tl.dot(x, weight, acc, input_precision="ieee")
         if IS_GATED:
             up_start = weight_start + N * K
             if K % BLOCK_K == 0:
@@ -133,7 +130,16 @@ def _skinny_linear_kernel(
                 up = tl.load(
                     up_start + ks[:, None], mask=column_valid[None, :] & (ks < K)[:, None], other=0.0
                 )
+        ks += zero_after_previous(k, OVERLAPS) * 16  # known to be a multiple, so that loads stay wide
+        if K % BLOCK_K == 0:
+            x = tl.load(x_start + ks[None, :], mask=row_valid[:, None], other=0.0)
+        else:
+            x = tl.load(x_start + ks[None, :], mask=row_valid[:, None] & (ks < K)[None, :], other=0.0)
+        acc = tl.dot(x, weight, acc, input_precision="ieee")
+        if IS_GATED:
             acc_up = tl.dot(x, up, acc_up, input_precision="ieee")
+    wait_for_previous(OVERLAPS)
+    let_next_begin(OVERLAPS)
     dtype = y_ptr.dtype.element_ty
     if HAS_BIAS:
         acc += tl.load(bias_ptr + columns, mask=column_valid, other=0.0).to(tl.float32)[None, :]
@@ -190,7 +196,9 @@ def _measured_tiling(num_columns: int, in_features: int, num_rows: int, is_gated
         return Tiling(32, 128, 3, 2) if in_features >= 2048 else Tiling(32, 128, 4, 4)
     if in_features < 1024:
         return Tiling(16, 128, 6, 2)
-    return Tiling(16, 512, 3, 2) if num_columns < MANY_COLUMNS else Tiling(64, 128, 4, 2)
+    if num_columns <= 8192:
+        return Tiling(16, 512, 3, 2)
+    return Tiling(32, 256, 3, 2) if num_columns < MANY_COLUMNS else Tiling(64, 128, 4, 2)
 
 
 def skinny_linear(
@@ -216,7 +224,10 @@ def skinny_linear(
     if tiling is None:
         shared_bytes = shared_memory_bytes(x.device)
         tiling = choose_tiling(num_columns, in_features, num_rows, is_gated, shared_bytes)
-    y = torch.empty(num_rows, num_columns, dtype=x.dtype, device=x.device)
+    if activation is None:
+        y = torch.empty(num_rows, num_columns, dtype=x.dtype, device=x.device)
+    else:  # the input of another product
+        y = empty_with_spare_rows(num_rows, num_columns, x)
     _skinny_linear_kernel[(-(-num_rows // block_m), -(-num_columns // tiling.block_n))](
         x,
         weight,
@@ -236,10 +247,9 @@ def skinny_linear(
         HAS_RESIDUAL=residual is not None,
         IS_GATED=is_gated,
         ACTIVATION=ACTIVATION_CODES[activation],
-        PREFETCH=next_power_of_2(in_features + 1) // 2 if weight.nbytes <= OVERLAPPED_BYTES else 0,
         num_stages=tiling.num_stages,
         num_warps=tiling.num_warps,
         enable_fp_fusion=False,  # what follows the product is rounded alike in all kernels that do it
-        **launch_options(x.device, wanted=weight.nbytes <= OVERLAPPED_BYTES),
+        **launch_options(x.device),
     )
     return y
