@@ -27,6 +27,7 @@ from engine.core import EngineCore
 from engine.kernels.skinny_linear import Tiling, skinny_linear
 from engine.layers.exact_products import ExactProducts
 from engine.layers.product_trials import find_library_rows
+from engine.layers.products import Product
 from engine.messages import AddRequest
 from engine.params import SamplingParams
 
@@ -45,7 +46,8 @@ def measure_products(geometry: str, row_counts: list[int]) -> Iterator[Row]:
         count = max(min(BYTES_IN_TURN // (out_features * in_features * 2), 50), 2)
         weights = [random(out_features, in_features) for _ in range(count)]
         products = ExactProducts()
-        plan = products.try_shape(weights, None)
+        products.try_shapes([Product(weights)])
+        plan = products.plan(weights[0], None)
         agreed = find_library_rows(weights[0], None)
         for num_rows in row_counts:
             x = random(num_rows, in_features)

@@ -24,7 +24,9 @@ def empty_with_spare_rows(num_rows: int, num_features: int, like: torch.Tensor) 
 
 
 def with_spare_rows(x: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """x [fewer, features], contiguous, with `num_rows` rows; the last are whatever stands there."""
+    """x [at most as many, features], contiguous, with `num_rows` rows; the last are whatever stands there."""
+    if len(x) == num_rows:
+        return x
     num_features = x.shape[1]
     end = x.storage_offset() + num_rows * num_features
     if end * x.itemsize <= x.untyped_storage().nbytes():

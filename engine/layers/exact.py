@@ -15,7 +15,7 @@ from engine.layers.exact_products import ExactProducts, Shape, shape_of
 from engine.layers.expert_router import ExpertRouter
 from engine.layers.latent_attention import LatentAttention
 from engine.layers.linear import Linear
-from engine.layers.product_trials import compile_trials
+from engine.layers.products import Product
 
 
 def inexact_layers(model: nn.Module) -> list[str]:
@@ -33,12 +33,15 @@ def make_exact(model: nn.Module) -> ExactProducts:
     same_shape: dict[Shape, list[Linear]] = defaultdict(list)
     for layer in model.modules():
         if isinstance(layer, Linear):
-            same_shape[shape_of(layer.weight, layer.bias)].append(layer)
+            same_shape[shape_of(layer.weight, layer.bias, layer.activation)].append(layer)
         if isinstance(layer, (Linear, TokenEmbedding)):
             layer.exact = products
         if isinstance(layer, ExpertRouter):
             layer.is_exact = True
-    compile_trials([(layers[0].weight, layers[0].bias) for layers in same_shape.values()])
-    for layers in same_shape.values():
-        products.try_shape([layer.weight for layer in layers], layers[0].bias)
+    products.try_shapes(
+        [
+            Product([layer.weight for layer in layers], layers[0].bias, layers[0].activation)
+            for layers in same_shape.values()
+        ]
+    )
     return products

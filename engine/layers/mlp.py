@@ -9,6 +9,7 @@ from torch import nn
 
 from engine.kernels.gated_activation import ActivationName
 from engine.layers.linear import Linear
+from engine.layers.products import Activation
 from engine.layers.unnormed import Rows
 
 
@@ -26,9 +27,9 @@ class GatedMLP(nn.Module):
         device: torch.device,
     ) -> None:
         super().__init__()
-        self._activation = activation
         parts = [("gate_proj", intermediate_size), ("up_proj", intermediate_size)]
-        self.gate_up = Linear(hidden_size, parts, bias=bias, dtype=dtype, device=device)
+        gate = Activation(activation, is_gated=True)
+        self.gate_up = Linear(hidden_size, parts, bias=bias, activation=gate, dtype=dtype, device=device)
         self.down = Linear(
             intermediate_size, [("down_proj", hidden_size)], bias=bias, dtype=dtype, device=device
         )
@@ -44,7 +45,7 @@ class GatedMLP(nn.Module):
 
     def activate(self, x: Rows) -> torch.Tensor:
         """What `down` is applied to: [num_tokens, intermediate_size]."""
-        return self.gate_up.gated(x, self._activation)
+        return self.gate_up.gated(x)
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.gate_up.checkpoint_tensors(prefix)

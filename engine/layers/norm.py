@@ -14,7 +14,7 @@ from engine.kernels.add_normed import add_normed
 from engine.kernels.attention_heads import HeadNorm
 from engine.kernels.norm_pairs import norm_pairs
 from engine.kernels.rms_norm import NormForm, add_rms_norm, rms_norm
-from engine.layers.linear import Linear, is_skinny
+from engine.layers.linear import Linear
 from engine.layers.unnormed import Rows, Unnormed
 
 
@@ -52,7 +52,7 @@ class RMSNorm(nn.Module):
 
     def after(self, x: torch.Tensor, linear: Linear, inputs: torch.Tensor) -> tuple[torch.Tensor, Rows]:
         """(x + linear(inputs), its norm), in the fewest launches."""
-        if is_skinny(inputs):
+        if linear.is_by_kernel(inputs):
             total = linear.add_to(x, inputs)
             return total, self.pending(total)
         return self.add(x, linear(inputs))

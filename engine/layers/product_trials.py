@@ -2,105 +2,95 @@
 
 engine/kernels/skinny_linear.py sums a row's products in one order at any number of rows, but is slower than the library
 when they are many. The library chooses its code by the shape, and most of what it chooses sums in that same order; some
-splits it. What it chooses is not always its fastest either: on an H200, 31B's gate and up take 234 us with 240 rows and
-165 with 256 (`python -m benchmarks.gpu_numerics --geometry gemma-4-31b --only products --rows 240 256`). So of the
+splits it. What it chooses is not always its fastest either: on an H200, 31B's gate and up take 226 us with 240 rows and
+166 with 256 (`python -m benchmarks.gpu_numerics --geometry gemma-4-31b --only products --rows 240 256`). So of the
 numbers of rows at which it agrees, bit for bit, each step gets the one that takes least time, with padding, or our
-kernel. That has faster tiles for many rows too, which multiply by another instruction (wgmma, on Hopper); they are
-tried likewise.
+kernel. That has faster tiles for more than 16 rows too, which multiply by another instruction (wgmma, on Hopper); they
+are tried likewise.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from itertools import cycle
+from itertools import compress
 
 import torch
 
 from engine.kernels.compile_ahead import compile_ahead
+from engine.kernels.dependent_launch import can_overlap
 from engine.kernels.skinny_linear import MAX_ROWS, Tiling, fitted, skinny_linear
 from engine.kernels.spare_rows import room_for
 from engine.kernels.triton_support import shared_memory_bytes
+from engine.layers.product_times import random_rows, tile_rows, time_kernel, time_library
+from engine.layers.products import TRIED_ROWS, Product, ShapePlan, library_product
 
-# What the library may be asked for: so many rows more cost little, and trials take time at start-up.
-TRIED_ROWS = (1, 2, 4, *range(8, 257, 8), *range(288, 1025, 32), *range(1152, 4097, 128))
 MAX_TIMED_ROWS = 1024  # beyond, padding to the next number is a small part
 MAX_TRIED_ELEMENTS = 1 << 27  # of a result; wider products are tried with fewer rows
 MIN_COMPARED = 1 << 18  # elements; another order of a sum shows in one of some thousand rounded results
 MAX_TRIALS = 16  # inputs of one number of rows
 
-NUM_LAUNCHES, NUM_ROUNDS = 2, 2  # of a timing
-QUEUE_CYCLES = 20_000_000  # of the device, while the host queues what is timed: 10 ms
 NOISE = 0.04  # of a time; for less, no row is added
 COPY_US = 3.0  # where rows are added to an input that has no room for them
+GAIN_US = 1.0  # the next kernel begins so much earlier behind our product than behind the library's
 
-# Of our kernel for 17 to 64 rows (`benchmarks.gpu_kernels --product down --rows 64 --tune` on an H200): while each
-# multiprocessor has but one strip of W to read, narrow and deep ones. And for more rows.
-NARROW, WIDE, FOR_MANY_ROWS = Tiling(32, 256, 4, 4), Tiling(64, 128, 6, 4), Tiling(128, 64, 4, 4)
-NUM_MULTIPROCESSORS = 132  # of an H200
-
-Run = Callable[[], object]
-
-
-@dataclass(frozen=True)
-class ShapePlan:
-    """What computes the products with weights of one shape."""
-
-    counts: tuple[int, ...]  # for up to TRIED_ROWS[i] rows: of the library, so many; 0: our kernel
-    few: Tiling | None = None  # of our kernel, for more than 16 rows up to one tile
-    many: Tiling | None = None  # for more
-
-    def tiling(self, num_rows: int) -> Tiling | None:
-        return None if num_rows <= 16 else self.few if num_rows <= MAX_ROWS else self.many
+# Of our kernel, for 17 to 64 rows (`benchmarks.gpu_kernels --rows 64 --tune` on an H200): the narrower, the fewer
+# multiprocessors are without a strip of W; with a gate there are two strips.
+NARROW, MEDIUM, WIDE = Tiling(16, 256, 4, 4), Tiling(32, 256, 4, 4), Tiling(64, 128, 6, 4)
+GATED_NARROW, GATED_MEDIUM, GATED_WIDE = Tiling(16, 128, 4, 4), Tiling(32, 64, 4, 4), Tiling(64, 128, 4, 4)
+MAX_NARROW_COLUMNS = 4096
+# And for more rows.
+FOR_MANY_ROWS, GATED_FOR_MANY_ROWS = Tiling(128, 64, 4, 4), Tiling(64, 64, 4, 4)
+MANY_ROWS = 4 * MAX_ROWS  # that the latter are tried with
+LARGER_ROWS = {rows for rows in TRIED_ROWS if MAX_ROWS < rows <= MAX_TIMED_ROWS}  # than a tile's
 
 
-def library_product(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """x W^T + b by the library, by the same calls whoever asks."""
-    if out is None:
-        out = x.new_empty(len(x), len(weight))
-    if bias is None:
-        return torch.mm(x, weight.T, out=out)
-    return torch.addmm(bias, x, weight.T, out=out)
+def make_plans(products: Sequence[Product]) -> list[ShapePlan]:
+    """Of each. Syncs."""
+    compile_ahead(partial(_launch_first, products))
+    agreed = [find_library_rows(product.weight, product.bias) for product in products]
+    try_many = [not set(rows) >= LARGER_ROWS for rows in agreed]
+    compile_ahead(partial(_launch_many_rows, list(compress(products, try_many))))
+    return [_make_plan(*known) for known in zip(products, agreed, try_many, strict=True)]
 
 
-def make_plan(weights: Sequence[torch.Tensor], bias: torch.Tensor | None) -> ShapePlan:
-    """Of weights [out_features, in_features] of one shape: the more, the less of them a cache holds. Syncs."""
-    weight = weights[0]
-    agreed = find_library_rows(weight, bias)
-    few = many = None
-    kernel_us: dict[int, float] = {}
-    if not set(agreed) >= {rows for rows in TRIED_ROWS if 16 < rows <= MAX_TIMED_ROWS}:
-        tilings = fast_tilings(len(weight), shared_memory_bytes(weight.device))
-        compile_ahead(partial(_run_kernels, weight, bias, {16: None, **tilings}))
-        few, many = (
-            tiling if _has_our_bits(weight, bias, tiling, num_rows) else None
-            for num_rows, tiling in tilings.items()
-        )
-        kernel_us = _time_kernel(weights, bias, ShapePlan((), few, many)) if agreed else {}
-    return ShapePlan(choose_counts(agreed, _time_library(weights, bias, agreed), kernel_us), few, many)
+def _launch_first(products: Sequence[Product]) -> None:
+    """What all trials launch."""
+    for product in products:
+        weight = product.weight
+        rows = weight.new_zeros(_tried_with(weight)[-1], weight.shape[1])
+        skinny_linear(rows, weight, product.bias)
+        product.by_kernel(rows[:16], weight, None, product.factors(rows[:16]))
+        for tiling in tilings_for_few_rows(product):
+            product.by_kernel(rows[:MAX_ROWS], weight, tiling, product.factors(rows[:MAX_ROWS]))
 
 
-def compile_trials(shapes: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
-    """What trials of these weights, with their biases, launch first: of all of them at once."""
-
-    def run() -> None:
-        for weight, bias in shapes:
-            _run_kernels(weight, bias, {_tried_with(weight)[-1]: None})
-
-    compile_ahead(run)
+def _launch_many_rows(products: Sequence[Product]) -> None:
+    for product in products:
+        rows = product.weight.new_zeros(MANY_ROWS, product.weight.shape[1])
+        product.by_kernel(rows, product.weight, _tiling_for_many_rows(product), product.factors(rows))
 
 
-def _run_kernels(
-    weight: torch.Tensor, bias: torch.Tensor | None, tilings: Mapping[int, Tiling | None]
-) -> None:
-    """By number of rows."""
-    for num_rows, tiling in tilings.items():
-        skinny_linear(weight.new_zeros(num_rows, weight.shape[1]), weight, bias, tiling=tiling)
+def _make_plan(product: Product, agreed: Sequence[int], tries_many: bool) -> ShapePlan:
+    """agreed: numbers of rows, ascending, of the library. tries_many: our kernel, with more rows than a tile's."""
+    few = _fastest(product, _with_our_bits(product, tilings_for_few_rows(product), MAX_ROWS))
+    many = None
+    if tries_many:
+        many = next(iter(_with_our_bits(product, [_tiling_for_many_rows(product)], MANY_ROWS)), None)
+    plan = ShapePlan((), few, many)
+    if not agreed:
+        return plan
+    max_rows = MAX_TIMED_ROWS if tries_many else MAX_ROWS
+    timed = sorted({tile_rows(rows) for rows in _tried_with(product.weight) if rows <= max_rows})
+    times = time_kernel(product, [(rows, plan.tiling(rows)) for rows in timed])
+    gain = GAIN_US if can_overlap(product.weight.device) else 0.0
+    kernel_us = {rows: us - gain for rows, us in zip(timed, times, strict=True)}
+    timed_library = [rows for i, rows in enumerate(agreed) if not i or agreed[i - 1] < MAX_TIMED_ROWS]
+    library_us = time_library(product, timed_library)
+    return replace(plan, counts=choose_counts(agreed, library_us, kernel_us))
 
 
 def choose_counts(
@@ -118,18 +108,11 @@ def choose_counts(
             counts.append(next(count for count in agreed if count >= rows))
             continue
         least = min(costs.values())
-        is_ours = kernel_us.get(_tile_rows(rows), math.inf) < least
+        is_ours = kernel_us.get(tile_rows(rows), math.inf) < least
         counts.append(
             0 if is_ours else min(count for count, us in costs.items() if us <= least * (1 + NOISE))
         )
     return tuple(counts)
-
-
-def fast_tilings(out_features: int, shared_bytes: int) -> dict[int, Tiling]:
-    """By the rows they are tried with: up to one tile, and more."""
-    few = NARROW if out_features <= NARROW.block_n * NUM_MULTIPROCESSORS else WIDE
-    tilings = {MAX_ROWS: few, 4 * MAX_ROWS: FOR_MANY_ROWS}
-    return {rows: fitted(tiling, MAX_ROWS, False, shared_bytes) for rows, tiling in tilings.items()}
 
 
 def find_library_rows(weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[int, ...]:
@@ -138,7 +121,7 @@ def find_library_rows(weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[
     if out_features % 8 or in_features % 8:  # parts of a result start where not all of its code can store
         return ()
     tried = _tried_with(weight)
-    x = _inputs(tried[-1], weight)
+    x = random_rows(tried[-1], weight)
     expected = skinny_linear(x, weight, bias)
     is_equal = torch.empty(len(tried), dtype=torch.bool, device=weight.device)
     for index, rows in enumerate(tried):
@@ -154,69 +137,39 @@ def _tried_with(weight: torch.Tensor) -> list[int]:
     return [rows for rows in TRIED_ROWS if rows * len(weight) <= MAX_TRIED_ELEMENTS]
 
 
-def _has_our_bits(weight: torch.Tensor, bias: torch.Tensor | None, tiling: Tiling, num_rows: int) -> bool:
-    x = _inputs(min(MAX_TRIALS * num_rows, MAX_TRIED_ELEMENTS // len(weight)), weight)
-    parts = [skinny_linear(part, weight, bias, tiling=tiling) for part in torch.split(x, num_rows)]
-    return torch.equal(torch.cat(parts), skinny_linear(x, weight, bias))  # sync: at start-up
+def tilings_for_few_rows(product: Product) -> list[Tiling]:
+    """Of which the fastest one that has our bits is taken. Fitted to the device."""
+    if product.is_gated:
+        tilings = [GATED_MEDIUM, GATED_NARROW if product.num_columns <= MAX_NARROW_COLUMNS else GATED_WIDE]
+    else:
+        tilings = [MEDIUM, NARROW if product.num_columns <= MAX_NARROW_COLUMNS else WIDE]
+    return [_fitted(tiling, product) for tiling in tilings]
 
 
-def _inputs(num_rows: int, weight: torch.Tensor) -> torch.Tensor:
-    """[num_rows, in_features], random, the same ones every time."""
-    generator = torch.Generator(weight.device).manual_seed(0)
-    shape = (num_rows, weight.shape[1])
-    return torch.randn(shape, generator=generator, dtype=weight.dtype, device=weight.device)
+def _tiling_for_many_rows(product: Product) -> Tiling:
+    return _fitted(GATED_FOR_MANY_ROWS if product.is_gated else FOR_MANY_ROWS, product)
 
 
-def _time_library(
-    weights: Sequence[torch.Tensor], bias: torch.Tensor | None, agreed: Sequence[int]
-) -> dict[int, float]:
-    """By number of rows, microseconds; of the agreed ones up to the first that holds MAX_TIMED_ROWS."""
-    timed = [rows for i, rows in enumerate(agreed) if not i or agreed[i - 1] < MAX_TIMED_ROWS]
-    if not timed:
-        return {}
-    x, turn = _inputs(timed[-1], weights[0]), cycle(weights)
-    y = x.new_empty(len(x), len(weights[0]))
-
-    def run(rows: int) -> Run:
-        return lambda: library_product(x[:rows], next(turn), bias, out=y[:rows])
-
-    return dict(zip(timed, device_us([run(rows) for rows in timed]), strict=True))
+def _fitted(tiling: Tiling, product: Product) -> Tiling:
+    return fitted(tiling, MAX_ROWS, product.is_gated, shared_memory_bytes(product.weight.device))
 
 
-def _time_kernel(
-    weights: Sequence[torch.Tensor], bias: torch.Tensor | None, plan: ShapePlan
-) -> dict[int, float]:
-    """By rows of its tiles, microseconds."""
-    timed = sorted({_tile_rows(rows) for rows in _tried_with(weights[0]) if rows <= MAX_TIMED_ROWS})
-    x, turn = _inputs(timed[-1], weights[0]), cycle(weights)
+def _with_our_bits(product: Product, tilings: Sequence[Tiling], num_rows: int) -> list[Tiling]:
+    """Those that sum as the kernel for 16 rows does."""
+    weight = product.weight
+    x = random_rows(min(MAX_TRIALS * num_rows, MAX_TRIED_ELEMENTS // len(weight)), weight)
 
-    def run(rows: int) -> Run:
-        return lambda: skinny_linear(x[:rows], next(turn), bias, tiling=plan.tiling(rows))
+    def in_parts(part: int, tiling: Tiling | None) -> torch.Tensor:
+        parts = torch.split(x, part)
+        return torch.cat([product.by_kernel(rows, weight, tiling, product.factors(rows)) for rows in parts])
 
-    runs = [run(rows) for rows in timed]
-    for compile_now in runs:
-        compile_now()
-    return dict(zip(timed, device_us(runs), strict=True))
+    expected = in_parts(16, None)
+    # sync: at start-up
+    return [tiling for tiling in tilings if torch.equal(in_parts(num_rows, tiling), expected)]
 
 
-def _tile_rows(rows: int) -> int:
-    """What our kernel is timed with for so many. A tile of 32 takes as long as one of 64: it reads the weights."""
-    return 16 if rows <= 16 else -(-rows // MAX_ROWS) * MAX_ROWS
-
-
-def device_us(runs: Sequence[Run]) -> list[float]:
-    """Of one launch of each, the best of the rounds. The device waits until all are queued: no time is the host's."""
-    torch.cuda._sleep(QUEUE_CYCLES)  # type: ignore[no-untyped-call]
-    rounds = [[_timed(run) for run in runs] for _ in range(NUM_ROUNDS)]
-    torch.cuda.synchronize()
-    times = ([start.elapsed_time(end) * 1e3 / NUM_LAUNCHES for start, end in pairs] for pairs in rounds)
-    return [min(times_of_run) for times_of_run in zip(*times, strict=True)]
-
-
-def _timed(run: Run) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    start.record()
-    for _ in range(NUM_LAUNCHES):
-        run()
-    end.record()
-    return start, end
+def _fastest(product: Product, tilings: Sequence[Tiling]) -> Tiling | None:
+    if len(tilings) < 2:
+        return next(iter(tilings), None)
+    times = time_kernel(product, [(MAX_ROWS, tiling) for tiling in tilings])
+    return tilings[times.index(min(times))]

@@ -16,6 +16,7 @@ from engine.layers.attention import Attention
 from engine.layers.linear import Linear
 from engine.layers.mlp import GatedMLP
 from engine.layers.norm import GemmaRMSNorm
+from engine.layers.products import Activation
 from engine.layers.rotary import Rotation
 from engine.models.gemma4_experts import GemmaExperts
 from engine.models.gemma_config import GemmaConfig, GemmaLayerConfig
@@ -83,7 +84,8 @@ class PerLayerInput(nn.Module):
         super().__init__()
         hidden_size = config.hidden_size
         gate, projection = [("per_layer_input_gate", size)], [("per_layer_projection", hidden_size)]
-        self.gate = Linear(hidden_size, gate, bias=False, dtype=dtype, device=device)
+        gelu = Activation("gelu_tanh", is_gated=False)
+        self.gate = Linear(hidden_size, gate, bias=False, activation=gelu, dtype=dtype, device=device)
         self.projection = Linear(size, projection, bias=False, dtype=dtype, device=device)
         self.norm = GemmaRMSNorm(
             hidden_size, config.rms_norm_eps, offset=config.norm_offset, dtype=dtype, device=device
@@ -97,7 +99,7 @@ class PerLayerInput(nn.Module):
         next_norm: GemmaRMSNorm | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x: [num_tokens, hidden_size]; layer_input: [num_tokens, size]. Returns (x, next_norm(x)), shaped like x."""
-        branch = self.projection(self.gate.activated(x, "gelu_tanh", layer_input))
+        branch = self.projection(self.gate.activated(x, layer_input))
         return self.norm.add_normed(x, branch, scale=scale, next_norm=next_norm)
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,13 @@ from engine.config import ModelConfig
 from engine.kernels.choose_experts import Routing
 from engine.kernels.skinny_linear import skinny_linear
 from engine.layers.exact import make_exact
-from engine.layers.exact_products import ExactProducts
+from engine.layers.exact_products import ExactProducts, shape_of
 from engine.layers.expert_router import ExpertRouter
 from engine.layers.linear import Linear
 from engine.layers.moe import RoutedExperts
 from engine.layers.norm import RMSNorm
+from engine.layers.product_trials import find_library_rows, tilings_for_few_rows
+from engine.layers.products import TRIED_ROWS, Activation, Product
 from engine.layers.unnormed import normed
 from engine.models.base import CausalLM
 from engine.models.loader import load_model
@@ -29,6 +32,7 @@ from tests.support.tiny_moe import make_tiny_moe
 
 pytestmark = pytest.mark.gpu
 DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
+GATED, TIMES_FACTOR = Activation("silu", is_gated=True), Activation("gelu_tanh", is_gated=False)
 ROW_COUNTS = (1, 2, 5, 8, 16, 17, 24, 33, 64, 65, 100, 128, 200, 256, 300, 777, 1024, 1500, 4096, 5000)
 SHAPES = {  # out_features, in_features
     "135M qkv": (960, 576),
@@ -46,8 +50,10 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=generator, dtype=DTYPE, device=DEVICE)
 
 
-def make_linear(shape: tuple[int, int], *, bias: bool = False) -> Linear:
-    layer = Linear(shape[1], [("y", shape[0])], bias=bias, dtype=DTYPE, device=DEVICE)
+def make_linear(
+    shape: tuple[int, int], *, bias: bool = False, activation: Activation | None = None
+) -> Linear:
+    layer = Linear(shape[1], [("y", shape[0])], bias=bias, activation=activation, dtype=DTYPE, device=DEVICE)
     layer.weight.copy_(random(*shape, seed=1) * shape[1] ** -0.5)
     if layer.bias is not None:
         layer.bias.copy_(random(shape[0], seed=2))
@@ -79,6 +85,32 @@ def test_products_are_those_of_our_kernel(shape: tuple[int, int]) -> None:
         assert torch.equal(layer(x[:count]), skinny_linear(x[:count], layer.weight))
 
 
+@pytest.mark.parametrize("shape", [(960, 576), (5120, 2560), (512, 10240)], ids=str)
+@pytest.mark.parametrize("index", [0, 1])
+def test_our_kernel_does_what_follows_as_the_library_does(index: int, shape: tuple[int, int]) -> None:
+    """In each of its tilings for more than 16 rows, where it is the faster one, and for up to 16."""
+    x, residual = random(200, shape[1]), random(200, shape[0], seed=3)
+    runs: dict[Activation | None, Callable[[Linear, slice], torch.Tensor]] = {
+        None: lambda layer, rows: layer.add_to(residual[rows], x[rows]),
+        GATED: lambda layer, rows: layer.gated(x[rows]),
+        TIMES_FACTOR: lambda layer, rows: layer.activated(x[rows], residual[rows]),
+    }
+    for activation, run in runs.items():
+        layer = make_linear(shape, bias=shape[0] == 960, activation=activation)
+        expected = torch.cat([run(layer, slice(start, start + 8)) for start in range(0, 200, 8)])
+        assert layer.exact is not None
+        plan = layer.exact.plan(layer.weight, layer.bias, activation)
+        agreed = find_library_rows(layer.weight, layer.bias)
+        by_library = replace(plan, counts=tuple(rows if rows in agreed else 0 for rows in TRIED_ROWS))
+        tilings = tilings_for_few_rows(Product([layer.weight], layer.bias, activation))
+        by_kernel = replace(plan, counts=(0,) * len(TRIED_ROWS), few=tilings[index])
+        for forced in (plan, by_library, by_kernel):
+            layer.exact._plans[shape_of(layer.weight, layer.bias, activation)] = forced
+            for num_rows in (17, 24, 40, 64, 65, 128, 200):
+                got = run(layer, slice(0, num_rows))
+                assert torch.equal(got, expected[:num_rows]), (activation, num_rows)
+
+
 @pytest.mark.parametrize("num_rows", [17, 64, 200])
 def test_products_in_a_graph(num_rows: int) -> None:
     """The library may not choose another code there."""
@@ -93,14 +125,17 @@ def test_products_in_a_graph(num_rows: int) -> None:
 
 def test_products_with_what_follows_them() -> None:
     """Activation and residual sum, in the kernel for few rows and behind the library for many."""
-    gated, x = make_linear((3072, 576)), random(600, 576)
+    silu, gelu = (
+        make_linear((3072, 576), activation=Activation(name, is_gated=True)) for name in ("silu", "gelu_tanh")
+    )
+    x = random(600, 576)
     residual, factors = random(600, 960, seed=3), random(600, 256, seed=4)
-    plain, narrow = make_linear((960, 576)), make_linear((256, 576))
+    plain, narrow = make_linear((960, 576)), make_linear((256, 576), activation=TIMES_FACTOR)
     norm = RMSNorm(960, 1e-5, dtype=DTYPE, device=DEVICE)
     norm.weight.copy_(random(960, seed=5))
-    assert_rows_are_independent(lambda rows: gated.gated(x[rows], "silu"), 600)
-    assert_rows_are_independent(lambda rows: gated.gated(x[rows], "gelu_tanh"), 600)
-    assert_rows_are_independent(lambda rows: narrow.activated(x[rows], "gelu_tanh", factors[rows]), 600)
+    assert_rows_are_independent(lambda rows: silu.gated(x[rows]), 600)
+    assert_rows_are_independent(lambda rows: gelu.gated(x[rows]), 600)
+    assert_rows_are_independent(lambda rows: narrow.activated(x[rows], factors[rows]), 600)
     assert_rows_are_independent(lambda rows: plain.add_to(residual[rows], x[rows]), 600)
     assert_rows_are_independent(lambda rows: norm.after(residual[rows], plain, x[rows])[0], 600)
     assert_rows_are_independent(lambda rows: normed(norm.after(residual[rows], plain, x[rows])[1]), 600)
@@ -112,9 +147,9 @@ def test_products_of_normed_rows(bias: bool, size: int) -> None:
     """Normed in the product for few rows, before it for many."""
     norm, x = RMSNorm(size, 1e-5, dtype=DTYPE, device=DEVICE), random(600, size)
     norm.weight.copy_(random(size, seed=5))
-    layer = make_linear((512, size), bias=bias)
+    layer, gated = make_linear((512, size), bias=bias), make_linear((512, size), bias=bias, activation=GATED)
     assert_rows_are_independent(lambda rows: layer(norm.pending(x[rows])), 600)
-    assert_rows_are_independent(lambda rows: layer.gated(norm.pending(x[rows]), "silu"), 600)
+    assert_rows_are_independent(lambda rows: gated.gated(norm.pending(x[rows])), 600)
     assert torch.equal(layer(norm.pending(x)), layer(norm(x)))
 
 

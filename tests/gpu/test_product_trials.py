@@ -7,7 +7,9 @@ import time
 import pytest
 import torch
 
-from engine.layers.product_trials import MAX_TIMED_ROWS, TRIED_ROWS, device_us, make_plan
+from engine.layers.product_times import device_us
+from engine.layers.product_trials import MAX_TIMED_ROWS, make_plans
+from engine.layers.products import TRIED_ROWS, Product
 
 pytestmark = pytest.mark.gpu
 
@@ -31,7 +33,7 @@ def test_a_slow_host_is_not_timed() -> None:
 def test_wide_products_get_rows_at_which_they_take_least_time() -> None:
     """Never many more than asked for, where time grows with the rows."""
     weights = [torch.randn(16384, 4096, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
-    plan = make_plan(weights, None)
+    (plan,) = make_plans([Product(weights)])
     for rows, count in zip(TRIED_ROWS, plan.counts, strict=False):
         assert count == 0 or count >= rows
         if 128 < rows <= MAX_TIMED_ROWS:

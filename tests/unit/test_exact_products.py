@@ -13,20 +13,23 @@ import torch.nn.functional as F
 from engine.config import ModelConfig, NumericsName, engine_config
 from engine.errors import ConfigError
 from engine.kernels.skinny_linear import Tiling
-from engine.layers import exact_products, product_trials
+from engine.layers import exact_products, product_trials, products
 from engine.layers.exact import inexact_layers, make_exact
 from engine.layers.exact_products import ExactProducts
 from engine.layers.expert_router import ExpertRouter
 from engine.layers.linear import Linear
 from engine.layers.product_trials import (
+    GATED_MEDIUM,
+    GATED_NARROW,
+    GATED_WIDE,
+    MEDIUM,
     NARROW,
-    TRIED_ROWS,
     WIDE,
-    ShapePlan,
     choose_counts,
-    fast_tilings,
     find_library_rows,
+    tilings_for_few_rows,
 )
+from engine.layers.products import TRIED_ROWS, Activation, Product, ShapePlan
 from engine.models.loader import load_model
 from engine.worker.numerics import set_numerics
 from tests.support.engine_harness import scripted_model
@@ -61,6 +64,8 @@ def ours(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
+    activation: None = None,
+    factor: None = None,
     tiling: Tiling | None = None,
 ) -> torch.Tensor:
     """Row by row, so that nothing depends on their number; with tiles of 128 columns another sum."""
@@ -75,16 +80,18 @@ TRIED = (1, 2, 3, 4, 6, 8, 12, 16, 20)
 
 @pytest.fixture
 def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Library:
-    """Every launch takes as long as any other, ours longer."""
+    """Every launch takes as long as any other, ours much longer."""
     made = Library(request.param)
-    for module in (exact_products, product_trials):
+    for module in (exact_products, product_trials, products):
         monkeypatch.setattr(module, "library_product", made.product)
         monkeypatch.setattr(module, "skinny_linear", ours)
-        monkeypatch.setattr(module, "TRIED_ROWS", TRIED)
+        monkeypatch.setattr(module, "TRIED_ROWS", TRIED, raising=False)
+    monkeypatch.setattr(product_trials, "time_library", lambda product, counts: dict.fromkeys(counts, 1.0))
     monkeypatch.setattr(
-        product_trials, "_time_library", lambda weights, bias, agreed: dict.fromkeys(agreed, 1.0)
+        product_trials,
+        "time_kernel",
+        lambda product, wanted: [3.5 if tiling == NARROW else 4.0 for _, tiling in wanted],
     )
-    monkeypatch.setattr(product_trials, "_time_kernel", lambda weights, bias, plan: {16: 2.0, 64: 2.0})
     return made
 
 
@@ -98,12 +105,12 @@ def test_the_library_gets_only_numbers_of_rows_at_which_it_agrees(library: Libra
     weight, bias = random(16, 24), random(16) if has_bias else None
     found = find_library_rows(weight, bias)
     assert found == tuple(rows for rows in TRIED if rows in library._agrees_at)
-    products = ExactProducts()
-    products.try_shape([weight], bias)
+    exact = ExactProducts()
+    exact.try_shapes([Product([weight], bias)])
     library.asked.clear()
     for num_rows in range(50):
         x = random(num_rows, 24)
-        y = products.linear(x, weight, bias)
+        y = exact.linear(x, weight, bias)
         assert y.shape == (num_rows, 16)
         if num_rows:
             assert torch.equal(y, ours(x, weight, bias))
@@ -149,22 +156,57 @@ def test_rows_that_need_a_copy_of_their_input_cost_it() -> None:
     assert choose_counts((64, 128), {64: 20.0, 128: 18.0}, {})[0] == 128
 
 
-def test_tilings_follow_the_width_of_the_result_and_the_device() -> None:
-    hopper, ada = 232_448, 101_376
-    assert fast_tilings(4096, hopper)[64] == NARROW  # a strip for each multiprocessor
-    assert fast_tilings(5376, hopper)[64] == WIDE
-    assert fast_tilings(4096, ada)[64] == replace(NARROW, num_stages=2)
-    assert fast_tilings(5376, ada)[64] == replace(WIDE, num_stages=3)
+@pytest.mark.parametrize("library", [(2, 6)], indirect=True, ids=str)
+@pytest.mark.parametrize("excluded", [NARROW, MEDIUM])
+def test_few_rows_get_the_fastest_tiling_that_has_our_bits(
+    excluded: Tiling, library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def by_kernel(
+        self: Product, x: torch.Tensor, weight: torch.Tensor, tiling: Tiling | None, factor: None
+    ) -> torch.Tensor:
+        return ours(x, weight) * (1 + 2**-52 * (tiling == excluded))
+
+    (plan,) = product_trials.make_plans([Product([random(16, 24)])])
+    assert plan.few == NARROW
+    monkeypatch.setattr(Product, "by_kernel", by_kernel)
+    (plan,) = product_trials.make_plans([Product([random(16, 24)])])
+    assert plan.few == (MEDIUM if excluded == NARROW else NARROW)
+
+
+def test_tilings_follow_the_width_of_the_result_and_fit_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    def tilings(num_columns: int, *, is_gated: bool = False) -> list[Tiling]:
+        weight = torch.empty(num_columns * (2 if is_gated else 1), 16)
+        return tilings_for_few_rows(
+            Product([weight], None, Activation("silu", is_gated=True) if is_gated else None)
+        )
+
+    assert tilings(4096) == [MEDIUM, NARROW]
+    assert tilings(5376) == [MEDIUM, WIDE]
+    assert tilings(4096, is_gated=True) == [GATED_MEDIUM, GATED_NARROW]
+    assert tilings(5376, is_gated=True) == [GATED_MEDIUM, GATED_WIDE]
+    monkeypatch.setattr(product_trials, "shared_memory_bytes", lambda _: 101_376)  # Ada
+    assert tilings(5376) == [replace(MEDIUM, num_stages=2), replace(WIDE, num_stages=3)]
+    assert tilings(5376, is_gated=True) == [GATED_MEDIUM, replace(GATED_WIDE, num_stages=2)]
+
+
+def test_a_plan_says_whose_a_product_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "TRIED_ROWS", TRIED)
+    monkeypatch.setattr(products, "MIN_PART", 12)
+    plan = ShapePlan((2, 2, 0, 4, 0, 0, 12, 16))  # of 1, 2, 3, 4, 6, 8, 12, 16
+    assert [rows for rows in range(1, 30) if plan.is_by_kernel(rows)] == [3, 5, 6, 7, 8]
+    assert [plan.padded(rows) for rows in (1, 4, 9, 16)] == [2, 4, 12, 16]
+    too_small = ShapePlan((2, 2, 0, 4))
+    assert [rows for rows in range(1, 8) if too_small.is_by_kernel(rows)] == [3, 5, 6, 7]
 
 
 @pytest.mark.parametrize("library", [TRIED], indirect=True, ids=str)
 def test_many_rows_are_cut_into_parts_of_the_largest_number(
     library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exact_products, "MIN_PART", 8)
-    products, weight = ExactProducts(), random(16, 24)
-    products.plans[16, 24, False] = ShapePlan((8, 8, 8, 8, 8, 8, 12))
-    products.linear(random(29, 24), weight, None)
+    monkeypatch.setattr(products, "MIN_PART", 8)
+    exact, weight = ExactProducts(), random(16, 24)
+    exact._plans[16, 24, False, None] = ShapePlan((8, 8, 8, 8, 8, 8, 12))
+    exact.linear(random(29, 24), weight, None)
     assert library.asked == [12, 12, 8]
 
 
@@ -184,9 +226,9 @@ def test_a_model_is_switched_over_with_all_its_linear_layers(library: Library) -
         layer.weight.copy_(random(16, 24))
         if layer.bias is not None:
             layer.bias.copy_(random(16))
-    products = make_exact(torch.nn.Sequential(*layers))
-    assert set(products.plans) == {(16, 24, True), (16, 24, False)}
-    for plan in products.plans.values():
+    exact = make_exact(torch.nn.Sequential(*layers))
+    assert set(exact._plans) == {(16, 24, True, None), (16, 24, False, None)}
+    for plan in exact._plans.values():
         assert plan.counts == (2, 2, 6, 6, 6)
         assert plan.few is not None
         assert plan.many is None  # it sums in another way
@@ -217,7 +259,7 @@ def test_routers_are_switched_over(
 ) -> None:
     """Experts have one form only."""
     monkeypatch.setattr("engine.worker.numerics._obstacle", lambda *_: None)  # as on a device
-    monkeypatch.setattr(ExactProducts, "try_shape", lambda *_: ShapePlan(()))
+    monkeypatch.setattr(ExactProducts, "try_shapes", lambda *_: None)
     path = make_tiny_moe(tmp_path / "model", "glm4_moe_norm")
     loaded = load_model(ModelConfig(model=str(path)), device=CPU)
     monkeypatch.setattr(loaded.model, "compute_logits", lambda _: None)

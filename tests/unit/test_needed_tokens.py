@@ -76,7 +76,7 @@ def run(
 ) -> tuple[dict[str, Result], list[int]]:
     """The results, and the rows that the last layer goes on with behind attention in each pass."""
     rows: list[int] = []
-    product = Linear._product
+    product = Linear._by_library
     last = loaded.model.layers[-1].attention.output  # type: ignore[index]
 
     def count(self: Linear, x: torch.Tensor) -> torch.Tensor:
@@ -97,7 +97,7 @@ def run(
         cache={"block_size": 4, "num_blocks": 200, "enable_prefix_cache": False},
     )
     with monkeypatch.context() as patched:
-        patched.setattr(Linear, "_product", count)
+        patched.setattr(Linear, "_by_library", count)
         core = EngineCore(config, build=lambda c, _: assemble(c, loaded, device=torch.device("cpu")))
         requests = [
             request(f"r{index}", prompt, max_tokens=10, ignore_eos=True, **params)
