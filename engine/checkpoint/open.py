@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from engine.checkpoint.gguf_checkpoint import GGUFCheckpoint
-from engine.checkpoint.hub import HubCheckpoint
 from engine.checkpoint.safetensors_directory import SafetensorsDirectory
 from engine.checkpoint.source import CheckpointSource
 from engine.config import ModelConfig
@@ -23,6 +22,8 @@ def open_checkpoint(config: ModelConfig) -> CheckpointSource:
         raise CheckpointError(f"{config.model}: no such file or directory")
     if config.load_format == "gguf":
         raise CheckpointError(f"{config.model}: load format gguf reads local files only, and there is none")
+    from engine.checkpoint.hub import HubCheckpoint  # the hub's client takes a moment to import
+
     return HubCheckpoint(config.model, config.revision)
 
 

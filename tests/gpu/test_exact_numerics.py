@@ -192,7 +192,8 @@ def test_e3_cached_prefixes_do_not_change_the_tokens(
 ) -> None:
     """The same requests twice: what the first ones left is read by the second ones."""
     method = METHODS[target.name][-1] if is_drafted else None
-    core = target.core(method, chunk=24, cache={"enable_prefix_cache": True})
+    cache = {"enable_prefix_cache": True, "num_blocks": 4096}  # so that all of it stays there
+    core = target.core(method, chunk=24, cache=cache)
     assert_same(Harness(core).run(requests(num_tokens)), target.alone(num_tokens))
     again = run(core, requests(num_tokens))
     assert sum(result.num_cached_tokens > 0 for result in again.values()) > NUM_PROMPTS
