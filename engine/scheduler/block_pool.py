@@ -62,8 +62,11 @@ class BlockPool:
         """Does sharing this block leave fewer blocks for `take`?"""
         return self._ref_counts[block] == 0 and self._fence_steps[block] == _NO_FENCE
 
-    def has_one_holder(self, block: int) -> bool:
-        return self._ref_counts[block] == 1
+    def num_holders(self, block: int) -> int:
+        return self._ref_counts[block]
+
+    def is_fenced(self, block: int) -> bool:
+        return self._fence_steps[block] != _NO_FENCE
 
     def share(self, block: int) -> None:
         """One more holder of a hashed block. A fenced one may be shared too: steps in flight never write to

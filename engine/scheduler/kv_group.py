@@ -55,9 +55,14 @@ class KVGroupManager(ABC):
         step after the one before it; larger steps need more, if there are more.
         """
         first = self._first_block(len(hit_hashes) * self.block_size)
-        hits = [self.pool.find(block_hash) for block_hash in hit_hashes[first:]]
-        num_shared = sum(block is not None and not self.pool.is_available(block) for block in hits)
+        num_shared = sum(not self.pool.is_available(block) for block in self.hit_blocks(hit_hashes))
         return self._max_held_blocks(num_tokens - first * self.block_size) - num_shared
+
+    def hit_blocks(self, hit_hashes: Sequence[bytes]) -> list[int]:
+        """Those that `start` would share, as far as they are there."""
+        first = self._first_block(len(hit_hashes) * self.block_size)
+        found = map(self.pool.find, hit_hashes[first:])
+        return [block for block in found if block is not None]
 
     def num_blocks_to_grow(self, request_id: str, num_tokens: int) -> int:
         """Blocks that `grow` would take from the pool."""
@@ -103,10 +108,6 @@ class KVGroupManager(ABC):
         if self.spec.window is not None:
             num_left = min(num_left, self.block_size - self.spec.first_key(num_tokens) % self.block_size)
         return num_tokens + num_left
-
-    def num_sole_blocks(self, request_id: str) -> int:
-        """Blocks that come back to the pool when this request is freed."""
-        return sum(map(self.pool.has_one_holder, self.tables[request_id].blocks))
 
     def free(self, request_id: str, fence_step: int) -> None:
         """Close the table."""

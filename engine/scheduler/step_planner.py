@@ -267,18 +267,17 @@ class StepPlanner:
             return
         rows = self._running.rows
         num_rows_short = 1 - rows.num_free - rows.num_fenced
-        shortage = self._kv.start_shortage(head, self._kv.find_hit(head), self._watermark)
-        shortage = _minus(shortage, self._kv.num_fenced_blocks())
+        room = self._kv.making_room(head, self._watermark)
         victims: list[Request] = []
         for candidate in reversed(self._running):
-            if num_rows_short <= 0 and max(shortage) <= 0:
+            if num_rows_short <= 0 and room.is_enough:
                 break
             if candidate.priority <= head.priority:
                 return
             victims.append(candidate)
             num_rows_short -= 1
-            shortage = _minus(shortage, self._kv.num_sole_blocks(candidate))
-        if num_rows_short <= 0 and max(shortage) <= 0:
+            room.add_victim(candidate)
+        if num_rows_short <= 0 and room.is_enough:
             for victim in victims:
                 self._preempt(victim)
 
@@ -300,7 +299,3 @@ def _num_slots_needed(request: Request, num_drafts: int) -> int:
 
 def _covers(supply: Sequence[int], demand: Sequence[int]) -> bool:
     return all(have >= need for have, need in zip(supply, demand, strict=True))
-
-
-def _minus(left: Sequence[int], right: Sequence[int]) -> list[int]:
-    return [a - b for a, b in zip(left, right, strict=True)]

@@ -100,6 +100,31 @@ def test_blocks_are_freed_for_a_higher_priority() -> None:
     harness.run()
 
 
+def test_those_who_share_a_prefix_give_it_back_together() -> None:
+    """Of 16 blocks two hold 8 in common and 2 each; the urgent one needs 12, and 1 is the watermark."""
+    harness = SchedulerHarness(num_blocks=16, block_size=4)
+    for name in ("low", "lower"):
+        harness.add(make_request(name, [8] * 32 + [len(name)] * 3, priority=5, max_tokens=8))
+        harness.step()
+    harness.add(make_request("urgent", [9] * 46, max_tokens=2))
+    harness.step()
+    assert running(harness) == ["urgent"]
+    harness.run()
+
+
+def test_nobody_is_preempted_for_blocks_that_the_higher_priority_would_share() -> None:
+    """`low` alone holds what the urgent one begins with: of its blocks, those are no gain."""
+    harness = SchedulerHarness(num_blocks=11, block_size=4)
+    harness.add(
+        make_request("a", [10] * 8, max_tokens=8), make_request("low", [8] * 18, priority=5, max_tokens=8)
+    )
+    harness.step()
+    harness.add(make_request("urgent", [8] * 16 + [9] * 20, priority=1, max_tokens=4))
+    harness.step()
+    assert running(harness) == ["a", "low"]
+    harness.run()
+
+
 def test_a_higher_priority_prefills_before_a_prefill_that_runs() -> None:
     harness = SchedulerHarness(max_num_batched_tokens=16, num_blocks=256)
     harness.add(make_request("low", [8] * 100, priority=1))
