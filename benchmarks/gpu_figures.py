@@ -19,7 +19,6 @@ from server.bench.schema import read_result
 
 FIGURES = {  # of the result file: the command
     "gpu_steps": "gpu_steps --geometry smollm2-135m llama-3.1-8b --batch 1 8 64 256 --prefill 4096",
-    "gpu_steps_fast": "gpu_steps --numerics fast --geometry llama-3.1-8b --batch 8 64",
     "gpu_steps_llama_drafts": "gpu_steps --geometry llama-3.1-8b --speculator ngram eagle3 --batch 1 64",
     "gpu_steps_gemma_4_e4b": "gpu_steps --geometry gemma-4-e4b --batch 1 8 64 256 --prefill 4096",
     "gpu_steps_gemma_4_e4b_mtp": "gpu_steps --geometry gemma-4-e4b --speculator gemma4_mtp --batch 1 8 64 256",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import cycle
 
 import torch
@@ -36,17 +36,16 @@ def time_library(product: Product, row_counts: Sequence[int]) -> dict[int, float
     return dict(zip(row_counts, _times([run(rows) for rows in row_counts]), strict=True))
 
 
-def time_kernel(product: Product, wanted: Iterable[tuple[int, Tiling | None]]) -> list[float]:
+def time_kernel(product: Product, wanted: Sequence[tuple[int, Tiling | None]]) -> list[float]:
     """With so many rows and that tiling: microseconds."""
-    pairs = list(wanted)
-    x = random_rows(max(rows for rows, _ in pairs), product.weight)
+    x = random_rows(max(rows for rows, _ in wanted), product.weight)
     factors, turn = product.factors(x), cycle(product.weights)
 
     def run(rows: int, tiling: Tiling | None) -> Run:
         factor = None if factors is None else factors[:rows]
         return lambda: product.by_kernel(x[:rows], next(turn), tiling, factor)
 
-    return _times([run(*pair) for pair in pairs])
+    return _times([run(*pair) for pair in wanted])
 
 
 def tile_rows(num_rows: int) -> int:

@@ -52,7 +52,10 @@ def make_plans(products: Sequence[Product]) -> list[ShapePlan]:
     """Of each. Syncs."""
     compile_ahead(partial(_launch_first, products))
     agreed = [find_library_rows(product.weight, product.bias) for product in products]
-    try_many = [not set(rows) >= LARGER_ROWS for rows in agreed]
+    try_many = [
+        bool(LARGER_ROWS.intersection(_tried_with(product.weight)).difference(rows))
+        for product, rows in zip(products, agreed, strict=True)
+    ]
     compile_ahead(partial(_launch_many_rows, list(compress(products, try_many))))
     return [_make_plan(*known) for known in zip(products, agreed, try_many, strict=True)]
 

@@ -132,13 +132,12 @@ class KVGroupManager(ABC):
         return self.spec.max_held_blocks(num_tokens, 1, self.block_size)
 
     def _share(self, hit_hashes: Sequence[bytes]) -> BlockTable:
-        table = BlockTable(self._first_block(len(hit_hashes) * self.block_size), [])
-        for block_hash in hit_hashes[table.first :]:
-            block = self.pool.find(block_hash)
-            assert block is not None, "a hit vanished between lookup and start"
+        first = self._first_block(len(hit_hashes) * self.block_size)
+        blocks = self.hit_blocks(hit_hashes)
+        assert len(blocks) == len(hit_hashes) - first, "a hit vanished between lookup and start"
+        for block in blocks:
             self.pool.share(block)
-            table.blocks.append(block)
-        return table
+        return BlockTable(first, blocks)
 
 
 class FullAttentionGroupManager(KVGroupManager):

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Sequence
 from engine.kv_spec import KVGroupSpec
 from engine.request import Request
 from engine.scheduler.kv_group import KVGroupManager, make_group_manager
-from engine.scheduler.making_room import MakingRoom
 from engine.scheduler.prefix_cache import extend_block_hashes, extend_draft_hashes
+from engine.scheduler.room_to_make import RoomToMake
 from engine.step import BlockTableUpdate
 
 
@@ -83,17 +83,17 @@ class KVManager:
         """Per group: blocks that become available once the steps in flight are collected."""
         return [group.pool.num_fenced for group in self._groups]
 
-    def making_room(self, request: Request, reserve: Sequence[int]) -> MakingRoom:
-        """For a waiting request to start, and to leave `reserve` blocks in each group."""
+    def room_to_make(self, request: Request) -> RoomToMake:
+        """For a waiting request to start."""
         num_hit_blocks = self.find_hit(request)
-        shortage = self.start_shortage(request, num_hit_blocks, reserve)
+        shortage = self.start_shortage(request, num_hit_blocks, [0] * len(self._groups))
         hits: list[set[int]] = [set() for _ in self._groups]
         for index, group in self._groups_of(request):
             hits[index] = set(group.hit_blocks(_names(request, index)[:num_hit_blocks]))
         for index, group in enumerate(self._groups):
             num_fenced_hits = sum(map(group.pool.is_fenced, hits[index]))
             shortage[index] -= group.pool.num_fenced - num_fenced_hits
-        return MakingRoom(self._groups, shortage, hits)
+        return RoomToMake(self._groups, shortage, hits)
 
     def num_slots(self, request: Request) -> int:
         """Tokens for which the request has slots in all its groups."""

@@ -258,7 +258,7 @@ class StepPlanner:
 
     def _preempt_for_priority(self) -> None:
         """Make the room that the head of the queue lacks by preempting requests of strictly lower priority,
-        from the last on; nobody is preempted when even that would not be enough.
+        from the last on; nobody is preempted when even that would not be enough, or need not be.
         """
         head = self._waiting.head()
         if head is None or head.is_in_flight or len(self._running) == 0:
@@ -267,19 +267,32 @@ class StepPlanner:
             return
         rows = self._running.rows
         num_rows_short = 1 - rows.num_free - rows.num_fenced
-        room = self._kv.making_room(head, self._watermark)
+        room = self._kv.room_to_make(head)
         victims: list[Request] = []
+
+        def is_enough() -> bool:
+            is_alone = len(victims) == len(self._running)
+            reserve = [0] * len(self._watermark) if is_alone else self._watermark
+            return len(victims) >= num_rows_short and room.is_enough(reserve)
+
         for candidate in reversed(self._running):
-            if num_rows_short <= 0 and room.is_enough:
+            if is_enough():
                 break
             if candidate.priority <= head.priority:
                 return
             victims.append(candidate)
-            num_rows_short -= 1
             room.add_victim(candidate)
-        if num_rows_short <= 0 and room.is_enough:
-            for victim in victims:
-                self._preempt(victim)
+        if not is_enough():
+            return
+        # The last one was needed; of the others, those served first are spared first.
+        for victim in reversed(victims[:-1]):
+            victims.remove(victim)
+            room.remove_victim(victim)
+            if not is_enough():
+                victims.append(victim)
+                room.add_victim(victim)
+        for victim in victims:
+            self._preempt(victim)
 
     def _preempt(self, victim: Request) -> None:
         """Back to waiting; it resumes as a prefill over prompt and output. Results in flight still count."""

@@ -48,7 +48,7 @@ def test_one_that_fails_does_not_keep_the_others(
     rows: dict[str, list[dict[str, Any]]] = {
         "gpu_service": [{"streams": 1}],
         "gpu_steps": [{"batch": 1}, {"error": "no memory"}],
-        "gpu_steps_fast": [],
+        "gpu_steps_deepseek": [],
     }
 
     environment = current_environment(device="none", num_threads=None)
@@ -66,7 +66,7 @@ def test_one_that_fails_does_not_keep_the_others(
     only = ["gpu_startup", *rows]
     assert main(["--folder", str(tmp_path), "--only", *only]) == 1
     assert ran == only
-    assert "failed: gpu_startup, gpu_steps, gpu_steps_fast" in capsys.readouterr().err
+    assert "failed: gpu_startup, gpu_steps, gpu_steps_deepseek" in capsys.readouterr().err
     assert main(["--folder", str(tmp_path), "--only", "gpu_service"]) == 0
     ran.clear()
     assert main(["--dry-run"]) == 0

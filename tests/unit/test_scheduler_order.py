@@ -125,6 +125,30 @@ def test_nobody_is_preempted_for_blocks_that_the_higher_priority_would_share() -
     harness.run()
 
 
+def test_nobody_is_preempted_whose_blocks_are_not_needed() -> None:
+    """The last one has two blocks, which are not enough; the one before it has all that is needed."""
+    harness = SchedulerHarness(num_blocks=16, block_size=4)
+    harness.add(
+        make_request("low", [8] * 40, priority=5, max_tokens=8), make_request("last", [9] * 5, priority=5)
+    )
+    harness.step()
+    harness.add(make_request("urgent", [10] * 42, priority=1, max_tokens=4))
+    harness.step()
+    assert running(harness) == ["urgent", "last"]
+    assert harness.scheduler.stats().num_preemptions_total == 1
+    harness.run()
+
+
+def test_a_higher_priority_that_needs_all_blocks_gets_them() -> None:
+    harness = SchedulerHarness(num_blocks=8, block_size=4)
+    harness.add(make_request("low", [8] * 6, priority=5, max_tokens=20))
+    harness.step()
+    harness.add(make_request("urgent", [10] * 31, priority=1, max_tokens=1))
+    harness.step()
+    assert running(harness) == ["urgent"] or harness.received["urgent"].finish
+    harness.run()
+
+
 def test_a_higher_priority_prefills_before_a_prefill_that_runs() -> None:
     harness = SchedulerHarness(max_num_batched_tokens=16, num_blocks=256)
     harness.add(make_request("low", [8] * 100, priority=1))
