@@ -65,7 +65,8 @@ def wait_for_previous(OVERLAPS: tl.constexpr):
 def zero_after_previous(place, OVERLAPS: tl.constexpr):
     """Zero, which is known when the kernel before has ended: addresses that it is part of are read behind that, also
     where the compiler asks for the loads of several steps of a loop at once. Those of other addresses are asked for in
-    the loop's order. place: an int32 of the step, without which the wait would be moved in front of the loop."""
+    the loop's order. place: an int32 of the step, without which the wait would be moved in front of the loop. The wait
+    is said to be pure, because no load would be asked for ahead in a loop with anything else."""
     zero = 0
     if OVERLAPS:
         zero = tl.inline_asm_elementwise(

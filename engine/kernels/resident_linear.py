@@ -37,7 +37,7 @@ from engine.kernels.row_norm import MAX_PAIRED_SIZE, PIECE_SIZE, inverse_rms, su
 from engine.kernels.skinny_linear import skinny_linear_reference
 from engine.kernels.triton_support import jit, next_power_of_2, tl
 
-MAX_WEIGHT_BYTES = 8 << 20
+MAX_WEIGHT_BYTES = 8 << 20  # of a larger one, too few programs hold their strip at once
 MAX_RESIDENT_BYTES = 72 << 10  # of a program's strip, so that two or three of them fit on a multiprocessor
 MAX_NORMED_FEATURES = MAX_PAIRED_SIZE  # of a row that is normed on the way
 BLOCK_N = 16

@@ -35,14 +35,14 @@ MAX_TRIALS = 16  # inputs of one number of rows
 
 NOISE = 0.04  # of a time; for less, no row is added
 COPY_US = 3.0  # where rows are added to an input that has no room for them
-GAIN_US = 1.0  # the next kernel begins so much earlier behind our product than behind the library's
+GAIN_US = 1.0  # that the next kernel is taken to begin earlier behind our product; no timing shows it
 
 # Of our kernel, for 17 to 64 rows (`benchmarks.gpu_kernels --rows 64 --tune` on an H200): the narrower, the fewer
 # multiprocessors are without a strip of W; with a gate there are two strips.
 NARROW, MEDIUM, WIDE = Tiling(16, 256, 4, 4), Tiling(32, 256, 4, 4), Tiling(64, 128, 6, 4)
 GATED_NARROW, GATED_MEDIUM, GATED_WIDE = Tiling(16, 128, 4, 4), Tiling(32, 64, 4, 4), Tiling(64, 128, 4, 4)
 MAX_NARROW_COLUMNS = 4096
-# And for more rows.
+# And for more rows, where only their times count.
 FOR_MANY_ROWS, GATED_FOR_MANY_ROWS = Tiling(128, 64, 4, 4), Tiling(64, 64, 4, 4)
 MANY_ROWS = 4 * MAX_ROWS  # that the latter are tried with
 LARGER_ROWS = {rows for rows in TRIED_ROWS if MAX_ROWS < rows <= MAX_TIMED_ROWS}  # than a tile's

@@ -10,6 +10,7 @@ behind it, like a decode.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 
 from engine.config import SchedulerConfig
 from engine.request import RUNNING, WAITING, Request
@@ -261,13 +262,16 @@ class StepPlanner:
         from the last on; nobody is preempted when even that would not be enough, or need not be.
         """
         head = self._waiting.head()
-        if head is None or head.is_in_flight or len(self._running) == 0:
+        if head is None or head.is_in_flight:
             return
-        if self._running.last().priority <= head.priority:
+        lower = list(takewhile(lambda request: request.priority > head.priority, reversed(self._running)))
+        if not lower:
             return
         rows = self._running.rows
         num_rows_short = 1 - rows.num_free - rows.num_fenced
         room = self._kv.room_to_make(head)
+        if not room.could_be_enough(lower):
+            return
         victims: list[Request] = []
 
         def is_enough() -> bool:
@@ -275,11 +279,9 @@ class StepPlanner:
             reserve = [0] * len(self._watermark) if is_alone else self._watermark
             return len(victims) >= num_rows_short and room.is_enough(reserve)
 
-        for candidate in reversed(self._running):
+        for candidate in lower:
             if is_enough():
                 break
-            if candidate.priority <= head.priority:
-                return
             victims.append(candidate)
             room.add_victim(candidate)
         if not is_enough():

@@ -2,34 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import pytest
 
 from engine.draft_method import DraftMethod
-from engine.messages import RequestTimes
 from engine.request import Request
 from engine.scheduler.kv_manager import KVManager
-from tests.support.scheduler_harness import GROUPS, FakeCutter, fed_group, make_request, sliding_group
-
-_rows = itertools.count()
-
-
-def make(request_id: str, prompt: Sequence[int], num_groups: int = 1, **fields: object) -> Request:
-    message = make_request(request_id, prompt, **fields)  # type: ignore[arg-type]
-    return Request(
-        request_id=request_id,
-        message=message,
-        cutter=FakeCutter(message, 1000),
-        order=(0, 0),
-        token_limit=1000,
-        stop_ids=(),
-        token_ids=list(prompt),
-        times=RequestTimes(),
-        row=next(_rows),
-        kv_groups=tuple(range(num_groups)),
-    )
+from tests.support.kv_requests import make
+from tests.support.scheduler_harness import GROUPS, fed_group, sliding_group
 
 
 def manager(num_blocks: int = 16, num_groups: int = 1, block_size: int = 4, cache: bool = True) -> KVManager:
